@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.window import Window
 from sparseconv.gpu.compiling.starting import start_early
@@ -282,7 +283,8 @@ class Level(NamedTuple):
             rows[:, 1 + axis] = cells.flatten()
             start = (0, *coarse.start[: axis + 1], *fine.start[axis + 1 :])
             end = (batch_size, *coarse.end[: axis + 1], *fine.end[axis + 1 :])
-            rows = _distinct(rows[met.flatten()], IndexRange(start, end))
+            space = KeySpace.covering(IndexRange(start, end))
+            rows = space.coords(torch.unique(space.keys(rows[met.flatten()]))).long()
         return Level(rows, coarse, self.is_bounded), max(1, int(pairs.sum()))
 
 
@@ -293,19 +295,6 @@ def _reached(
     shifted = column[:, None] - offsets
     cells = torch.div(shifted, stride, rounding_mode="floor")
     return cells, (cells * stride == shifted) & (cells >= start) & (cells < end)
-
-
-def _distinct(rows: torch.Tensor, box: IndexRange) -> torch.Tensor:
-    """Each row (N, 1+D) of a box once."""
-    keys = torch.zeros_like(rows[:, 0])
-    for column, (start, size) in enumerate(zip(box.start, box.shape)):
-        keys = keys * size + (rows[:, column] - start)
-    keys = torch.unique(keys)
-    columns = []
-    for start, size in zip(reversed(box.start), reversed(box.shape)):
-        columns.append(keys % size + start)
-        keys = torch.div(keys, size, rounding_mode="floor")
-    return torch.stack(columns[::-1], 1)
 
 
 def _dtype_of(features: torch.Tensor) -> torch.dtype:

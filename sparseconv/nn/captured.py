@@ -18,7 +18,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import fault_of, put_scene
 from sparseconv.gpu import graphs
 from sparseconv.gpu.turns import Turns
-from sparseconv.nn.results import Scene, has_others, rows_of
+from sparseconv.nn.results import Scene, has_others, put_rows, rows_of
 from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
@@ -186,16 +186,13 @@ class Captured:
     @torch.no_grad()
     def _load(self, *given: Any) -> None:
         coords, features, leaves = given
-        voxels = len(coords)
         put_scene(coords, self._slots[0][0], self._count, self._filled)
         for (slot, dead), value in zip(self._slots[1:], (features, *leaves)):
             if dead is not None:
-                slot[:voxels].copy_(value)
-                if voxels < self._filled:
-                    slot[voxels : self._filled].fill_(dead)
+                put_rows(value, slot, self._filled, dead)
             elif isinstance(slot, torch.Tensor):
                 slot.copy_(value)
-        self._filled = voxels
+        self._filled = len(coords)
 
     # ---- scenes
 

@@ -166,26 +166,18 @@ class LayerGeometry:
             )
 
     def __repr__(self) -> str:
-        words = [f"kernel_size={_short(self.kernel_size)}" if self.taps is None else f"taps={self.num_taps}"]
-        if self.stride != (1,) * self.rank:
-            words.append(f"stride={_short(self.stride)}")
-        if self.dilation != (1,) * self.rank:
-            words.append(f"dilation={_short(self.dilation)}")
-        if self.padding is not None:
-            words.append(f"padding={_short(self.padding)}")
-        if self.boundary != "absent":
-            words.append(f"boundary={self.boundary!r}")
-        if self.groups != 1:
-            words.append(f"groups={self.groups}")
-        if self.rank != 3:
-            words.append(f"rank={self.rank}")
-        if self.backend != "auto":
-            words.append(f"backend={self.backend!r}")
-        return ", ".join(words)
+        told: dict[str, Any] = {"kernel_size": self.kernel_size} if self.taps is None else {"taps": self.num_taps}
+        usual = {"groups": 1, "rank": 3}
+        own = {**self._options, "groups": self.groups, "rank": self.rank}
+        for name in ("stride", "dilation", "padding", "boundary", "groups", "rank", "backend"):
+            if own.get(name) != usual.get(name):
+                told[name] = own[name]
+        return ", ".join(f"{name}={_short(value)!r}" for name, value in told.items())
 
 
-def _short(values: Ints | None) -> Any:
-    return values[0] if values and len(set(values)) == 1 else values
+def _short(value: Any) -> Any:
+    """One number for axes that are alike."""
+    return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
 
 
 def _as_tuples(taps: torch.Tensor | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Results over padded scenes: cut to the voxels, compared, apart in memory."""
+"""Padded scenes: rows that are put into them, and results, cut to the voxels, compared, apart in memory."""
 
 from __future__ import annotations
 
@@ -47,6 +47,14 @@ def rows_of(
         return torch.where(bad if value.ndim else bad[0], float("nan") if value.is_floating_point() else -1, value)
 
     return pytree.tree_map(own, results, is_leaf=lambda value: isinstance(value, SparseTensor))
+
+
+def put_rows(rows: torch.Tensor, into: torch.Tensor, filled: int, dead: float = 0) -> None:
+    """Put rows first into an array, of which ``filled`` rows were written before: ``dead`` ones follow them."""
+    count = len(rows)
+    into[:count].copy_(rows)
+    if count < filled:
+        into[count:filled].fill_(dead)
 
 
 def has_others(results: Any, rows: int) -> bool:

@@ -19,7 +19,7 @@ import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing import module as capturing
-from sparseconv.nn.capturing.joining import Changed
+from sparseconv.nn.capturing.joining import Changed, Norms
 from sparseconv.nn.capturing.module_state import Attributes
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.values.given import Given
@@ -37,7 +37,7 @@ class RunAgain(Recording):
         try:
             self.answer = self.run()
         except Changed:  # as a graph's first run on its streams
-            self._joined = None
+            self._joined = Norms()
             self.answer = self.run()
         if self.trains:
             self._gather(self._find(self.answer))

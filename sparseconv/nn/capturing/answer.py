@@ -21,10 +21,9 @@ from sparseconv.nn.capturing.values.telling import PLAIN
 
 
 class _Place(NamedTuple):
-    """A tensor that the graph writes; ``rows``: the grid whose rows it has, or None."""
+    """A tensor that the graph writes."""
 
     number: int
-    rows: int | None
 
 
 class _FromCaller(NamedTuple):
@@ -41,7 +40,8 @@ class _Tree:
     items: list[Any]
 
 
-class _SparsePlace(NamedTuple):
+@dataclass
+class _SparsePlace:
     kind: Kind
     like: Any
     grid: int
@@ -70,17 +70,20 @@ class Answer:
         own: int | None = None,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
+        #: of each tensor, the number of the grid whose rows it has
+        self.rows: list[int | None] = []
         #: rows of the grids that results are on, and those of them whose voxels are returned
         self.grids: list[int] = []
         self.voxels: dict[int, VoxelGrid] = {}
         self.plain: list[Any] = []
         self._given, self._family, self._constants = given, family, constants
         self._trees: dict[int, _Tree] = {}
+        self._sparse_places: list[_SparsePlace] = []
         self._out = self._node(out)
         self._changes = [
             (path, gone, {key: self._node(value) for key, value in new.items()}) for path, gone, new in given.changed()
         ]
-        del self._given, self._family, self._constants, self._trees
+        del self._given, self._family, self._constants
         self._own = self.grids.index(own) if own in self.grids else None
         if self._own is not None:
             self.voxels.pop(self._own, None)
@@ -116,8 +119,9 @@ class Answer:
 
     def _place(self, value: torch.Tensor) -> _Place:
         self.tensors.append(value)
-        rows = value.shape[0] if value.ndim and self._family is not None and value.shape[0] in self._family else None
-        return _Place(len(self.tensors) - 1, None if rows is None else self._number(rows))
+        has_rows = value.ndim > 0 and self._family is not None and value.shape[0] in self._family
+        self.rows.append(self._number(value.shape[0]) if has_rows else None)
+        return _Place(len(self.tensors) - 1)
 
     def _sparse(self, kind: Kind, value: Any) -> _SparsePlace:
         try:
@@ -130,31 +134,14 @@ class Answer:
         place = self._place(scene.features)
         number = self._number(len(grid))
         self.voxels[number] = grid
-        return _SparsePlace(kind, value, number, place, shape if isinstance(shape, Shape) else None)
+        made = _SparsePlace(kind, value, number, place, shape if isinstance(shape, Shape) else None)
+        self._sparse_places.append(made)
+        return made
 
     def _number(self, rows: int) -> int:
         if rows not in self.grids:
             self.grids.append(rows)
         return self.grids.index(rows)
-
-    def rows(self) -> list[int | None]:
-        """Of each tensor, the number of the grid whose rows it has."""
-        found: list[int | None] = [None] * len(self.tensors)
-
-        def walk(node: Any) -> None:
-            if isinstance(node, _SparsePlace):
-                node = node.features
-            if isinstance(node, _Place):
-                found[node.number] = node.rows
-            elif isinstance(node, _Tree):
-                for item in node.items:
-                    walk(item)
-
-        walk(self._out)
-        for _, _, new in self._changes:
-            for node in new.values():
-                walk(node)
-        return found
 
     def filled(
         self,
@@ -184,18 +171,11 @@ class Answer:
 
     def forget(self) -> None:
         """Let go of the tensors and of what the sparse ones were made of; the tree stays."""
-
-        def walk(node: Any) -> Any:
-            if isinstance(node, _SparsePlace):
-                bare = node.kind.copy(node.like)
-                return node._replace(like=node.kind.fill(bare, _NOWHERE, _NOTHING, None))
-            if isinstance(node, _Tree):
-                node.like, node.items = rebuilt(node.like, [None] * len(node.items)), list(map(walk, node.items))
-            return node
-
-        self._out = walk(self._out)
-        self._changes = [(p, g, {key: walk(node) for key, node in new.items()}) for p, g, new in self._changes]
-        self.tensors, self.voxels = [], {}
+        for place in self._sparse_places:
+            place.like = place.kind.fill(place.kind.copy(place.like), _NOWHERE, _NOTHING, None)
+        for tree in self._trees.values():
+            tree.like = rebuilt(tree.like, [None] * len(tree.items))
+        self.tensors, self.voxels, self._sparse_places, self._trees = [], {}, [], {}
 
 
 @dataclass

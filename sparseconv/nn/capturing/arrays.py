@@ -15,6 +15,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import put_scene
 from sparseconv.nn.capturing.region import Limits, Scene, Shape, kind_of
 from sparseconv.nn.capturing.values.given import CannotCapture, Given, has_own_rows, is_there
+from sparseconv.nn.results import put_rows
 
 #: steps of rows to an octave
 FINE, COARSE = 16, 4
@@ -111,13 +112,16 @@ class SceneArrays:
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
         self.tickets = 0
         self.limits = Limits(device, rank)
-        #: rows of the scene at hand
-        self.filled = 0
         #: of each group of other arguments: places for rows, their number on the device, and on the host
         self._places: dict[int, int] = {}
         self._counts: dict[int, torch.Tensor] = {}
-        self._filled: dict[int, int] = {}
+        self._filled = {VOXELS: 0}
         self._extras = self._make_extras(given, path, lengths)
+
+    @property
+    def filled(self) -> int:
+        """Rows of the scene at hand."""
+        return self._filled[VOXELS]
 
     def _make_extras(
         self, given: Given, path: tuple[Any, ...] | None, lengths: Lengths
@@ -181,28 +185,20 @@ class SceneArrays:
     @torch.no_grad()
     def load(self, scene: Scene, given: Given) -> None:
         """Copy a scene into the arrays, and the other tensors among the arguments."""
-        voxels, now = len(scene.coords), dict(self._filled)
+        now = {**self._filled, VOXELS: len(scene.coords)}
         for where, (array, group) in self._extras.items():
             value = given.at(where)
             if group == WHOLE:
                 array.copy_(value)
                 continue
-            rows = len(value)
-            array[:rows].copy_(value)
-            if group == VOXELS:
-                array[rows : self.filled].zero_()
-            else:
-                array[rows : self._filled[group]].zero_()
-                now[group] = rows
+            put_rows(value, array, self._filled[group])
+            now[group] = len(value)
         for group, count in self._counts.items():
             if now[group] != self._filled[group]:
                 count.fill_(now[group])
-        self._filled = now
         put_scene(scene.coords, self.coords, self.count, self.filled)
-        self.features[:voxels].copy_(scene.features)
-        if voxels < self.filled:
-            self.features[voxels : self.filled].zero_()
-        self.filled = voxels
+        put_rows(scene.features, self.features, self.filled)
+        self._filled = now
         self.tickets = self.tickets % (2**31 - 2) + 1
         self.ticket.fill_(self.tickets)
         if self.sizes.loose and scene.shape is not None:

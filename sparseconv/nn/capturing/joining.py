@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.values.given import CannotCapture
 
 RELU = {torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, torch.nn.functional.relu}
@@ -51,7 +52,22 @@ class _Result:
     uses: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-class Watched:
+class Norms:
+    """Norms one by one."""
+
+    def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
+        """The norm's result, or what stands for it."""
+        return run(None, False)
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """The result of a function, or what stands for it; None where it is to be called as it is."""
+        return None
+
+    def end(self) -> None:
+        """The run is over."""
+
+
+class Watched(Norms):
     """Norms one by one, and what follows each."""
 
     def __init__(self) -> None:
@@ -61,13 +77,11 @@ class Watched:
         self.keys: list[int] = []
 
     def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
-        """The norm's own result."""
         self.keys.append(key)
         self._norms.append(self._noted(run(None, False)))
         return self._norms[-1].tensor
 
     def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """What the function is given; the result where it was asked for here, else None."""
         given = [self._results[id(a)] for a in (*args, *kwargs.values()) if id(a) in self._results]
         if not given or function in FORM:
             return None
@@ -110,25 +124,22 @@ class Watched:
         self._results.clear()
         return made
 
-    def foreseen(self, run: Callable[[Watched], Sequence[torch.Tensor]]) -> list[Joined | None] | None:
+    def foreseen(self, run: Callable[[Norms], Answer]) -> Norms | list[Joined | None]:
         """By norm of this run of inference, what later ones may join: by a ``run`` with gradients, given what watches.
 
-        Where that fails, nobody knows. Norms that either run asked for several times join nothing.
+        Where that fails, none joins anything; nor does a norm that either run asked for several times.
         """
         other = Watched()
         try:
             with torch.enable_grad():
-                joined = other.joined(run(other))
+                joined = other.joined(run(other).tensors)
         except Exception:  # nobody asked for this run: whatever fails in it is no failure of the capture
-            return None
+            return Norms()
         here, there, told = Counter(self.keys), Counter(other.keys), dict(zip(other.keys, joined))
         return [told[key] if here[key] == there[key] == 1 else None for key in self.keys]
 
-    def end(self) -> None:
-        """Nothing: the run is over."""
 
-
-class Joining:
+class Joining(Norms):
     """Norms one by one, each with what follows it.
 
     A norm with a residual waits for that: until its ReLU is asked for, a tensor that holds nothing stands for it.
@@ -143,7 +154,6 @@ class Joining:
         self._done: dict[int, torch.Tensor] = {}
 
     def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
-        """The result with what was joined, or what stands for it."""
         if self._number == len(self._joined):
             raise Changed()
         joined = self._joined[self._number]
@@ -159,7 +169,6 @@ class Joining:
         return y
 
     def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """What stands for the function's result; None where it has nothing to do with a norm."""
         places = self._waiting, self._active, self._done
         given = [a for a in (*args, *kwargs.values()) if any(id(a) in place for place in places)]
         if not given or function in FORM:

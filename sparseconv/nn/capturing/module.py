@@ -324,7 +324,7 @@ class Captured:
         if kind.is_alone or self._memory.is_pending:
             return SharedMemory()
         others = [(k, r) for k, r in self._recordings() if r.memory is self._memory]
-        if max((r.places for _, r in others), default=0) < places:
+        if max((r.sizes.places(r.trains) for _, r in others), default=0) < places:
             for other, _ in others:
                 other.forget()
             self._memory = SharedMemory()

@@ -55,11 +55,11 @@ class ModuleState:
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Within it, a run shows whether it moves buffers, as some do in evaluation, and draws random numbers."""
-        before = _random_states(self._cards)
+        random_states = RandomStates(self._cards)
         yield
         pairs = zip(chain(*self._buffers), chain(*self._kept))
         self._moves |= not all(torch.equal(now, was) for now, was in pairs)
-        self.draws = _random_states(self._cards) != before
+        self.draws = random_states.is_drawn_of_torch()
 
     def put_back(self) -> None:
         """Make the buffers what they were when they were kept."""
@@ -121,11 +121,6 @@ class ModuleState:
                 buffer.copy_(before)
 
 
-def _random_states(cards: Iterable[torch.device]) -> list[list[int]]:
-    """What the next random numbers depend on, on the host and on cards."""
-    return [state.tolist() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, cards))]
-
-
 def _uncounted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same memory, whose writes no graph that saved a tensor hears of: it gets back what it had."""
     return [t.data for t in tensors]
@@ -153,9 +148,13 @@ class RandomStates:
         (_, keys, *more), (_, now, *others) = self._numpys, np.random.get_state()  # noqa: NPY002
         return self._pythons != random.getstate() or more != others or not np.array_equal(keys, now)
 
+    def is_drawn_of_torch(self) -> bool:
+        """Whether random numbers of torch were drawn since."""
+        return not all(map(torch.equal, self._torchs, self._states()))
+
     def is_drawn(self) -> bool:
         """Whether random numbers were drawn since."""
-        return not all(map(torch.equal, self._torchs, self._states())) or self.is_drawn_of_python()
+        return self.is_drawn_of_torch() or self.is_drawn_of_python()
 
     def put_back_of_python(self) -> None:
         """Draw the same ones of Python and NumPy again."""

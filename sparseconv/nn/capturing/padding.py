@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sparseconv.nn.capturing.joining import FORM, Joining, Run, Watched
+from sparseconv.nn.capturing.joining import FORM, Norms
 from sparseconv.nn.capturing.reads import HERE
 from sparseconv.nn.capturing.values.given import CannotCapture
 from sparseconv.nn.fused.evaluation import evaluated_batch_norm
@@ -45,7 +45,7 @@ class LiveRows(TorchFunctionMode):
     their batches together, at the end.
     """
 
-    def __init__(self, family: Mapping[int, torch.Tensor], norms: Watched | Joining | Noise | None = None) -> None:
+    def __init__(self, family: Mapping[int, torch.Tensor], norms: Norms) -> None:
         super().__init__()
         self._family, self._norms = family, norms
         self._counted: dict[int, torch.Tensor] = {}
@@ -54,15 +54,14 @@ class LiveRows(TorchFunctionMode):
         super().__exit__(kind, error, trace)
         if kind is None:
             self._count()
-            if self._norms is not None:
-                self._norms.end()
+            self._norms.end()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.nn.functional.batch_norm:
             found = self._batch_norm(*args, **kwargs)
         else:
-            found = None if self._norms is None else self._norms.call(function, args, kwargs)
+            found = self._norms.call(function, args, kwargs)
         if found is not None:
             return found
         if self._counted and any(id(a) in self._counted for a in (*args, *kwargs.values())):
@@ -94,14 +93,12 @@ class LiveRows(TorchFunctionMode):
         if count is None:
             return None
         if not (training or running_mean is None or running_var is None):
-            run: Run = partial(evaluated_batch_norm, input, weight, bias, running_mean, running_var, eps)
+            run = partial(evaluated_batch_norm, input, weight, bias, running_mean, running_var, eps)
         elif training:
             moved = weight, bias, running_mean, running_var, momentum, eps
             run = partial(batch_norm_of_rows, input, count, *moved)
         else:
             return None
-        if self._norms is None:
-            return run(None, False)
         return self._norms.norm(run, input, 0 if running_mean is None else running_mean.data_ptr())
 
 
@@ -110,7 +107,7 @@ def _is_counter(counter: Any, step: Any) -> bool:
     return type(step) is int and step == 1 and counter.ndim == 0 and counter.dtype == torch.int64
 
 
-class Noise:
+class Noise(Norms):
     """What clients' own operations are given has other values in the rows that are no voxels.
 
     Args:
@@ -120,16 +117,6 @@ class Noise:
 
     def __init__(self, by: float, own: set[int]) -> None:
         self._by, self._own = by, own
-
-    def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
-        """The norm's own result."""
-        return run(None, False)
-
-    def call(self, function: Any, args: Any, kwargs: Any) -> None:
-        """No operation is this one's own."""
-
-    def end(self) -> None:
-        """Nothing: the run is over."""
 
     def given(self, function: Any, args: Any, kwargs: Any, family: Mapping[int, torch.Tensor]) -> Any:
         """The arguments, copied where they have such rows; not what is written, nor for this library's operations."""

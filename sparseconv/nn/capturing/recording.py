@@ -16,13 +16,14 @@ from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.arrays import Lengths, SceneArrays, Sizes
-from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
+from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Norms, Watched
 from sparseconv.nn.capturing.module_state import Attributes, ModuleState, modules_of_clients
 from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Noise, Seen, keep_apart
 from sparseconv.nn.capturing.reads import Reading, Reads
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory, copies_of, reached
 from sparseconv.nn.capturing.values.given import CannotCapture, DoesNotFit, Given
+from sparseconv.nn.results import put_rows
 
 #: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
 TRIES, WORTH = 3, 2**27
@@ -69,7 +70,7 @@ class Recording:
         self.reads = Reads()
         self._reading: Reading | None = None
         #: what batch norms take with them; while the first run is watched, what notes that
-        self._joined: Watched | Noise | list[Joined | None] | None = None
+        self._joined: Norms | list[Joined | None] = Norms()
         #: how far results are from the eager call's; whether those for another scene are, which numbers may tell apart
         self.gaps: list[float] | None = None
         self.is_compared = path is not None
@@ -155,10 +156,10 @@ class Recording:
                 self._guarded()
                 self.arrays.load(scene, self._given)  # once more: now the strided layers are known
                 keep_apart(self._with, [*self.state.constants.values()])
-                self._joined = watched = Watched()
-                answer = self.run()
+                watched = Watched()
+                answer = self._run_with(watched)
                 self._choose(answer)
-                self._joined = watched.joined(answer.tensors) if self.trains else watched.foreseen(self._watched)
+                self._joined = watched.joined(answer.tensors) if self.trains else watched.foreseen(self._run_with)
                 if self.trains:
                     self._find(answer)
                 del answer
@@ -201,18 +202,17 @@ class Recording:
 
     def _with(self, noise: Noise) -> list[torch.Tensor]:
         """Results and buffers of a run that is given other values in rows that are no voxels; does the scene fit?"""
-        self._joined = noise
         with self.state.restoring():
-            answer = self.run()
+            answer = self._run_with(noise)
             self._wait()
             if fault := fault_of(int(self._told_on_host[1])):
                 raise DoesNotFit(fault)
-            live = (t if n is None else t[: self.counts()[n]] for t, n in zip(answer.tensors, answer.rows()))
+            live = (t if n is None else t[: self.counts()[n]] for t, n in zip(answer.tensors, answer.rows))
             return [t.detach().clone() for t in (*live, *self._module.buffers())]
 
-    def _watched(self, norms: Watched) -> list[torch.Tensor]:
+    def _run_with(self, norms: Norms) -> Answer:
         self._joined = norms
-        return self.run().tensors
+        return self.run()
 
     def _choose(self, answer: Answer) -> None:
         """Which results get a gradient, and the arrays that it is copied into."""
@@ -223,8 +223,7 @@ class Recording:
         self.grads = [torch.zeros_like(answer.tensors[i]) for i in self.taken]
         self._grads_filled = [0] * len(self.taken)
         self._reached = {i: reached(answer.tensors[i], self.state.starts, self._leaf) for i in floats}
-        if self.trains and not floats:
-            self.trains = False
+        self.trains = self.trains and bool(floats)
 
     def _find(self, answer: Answer) -> list[torch.Tensor | None]:
         """Gradients of the features and of the parameters, from those of the results."""
@@ -277,11 +276,6 @@ class Recording:
         if breaker.found is not None:
             raise CannotCapture(breaker.found) from error
 
-    @property
-    def places(self) -> int:
-        """About how much memory the graphs take, to compare them by."""
-        return self.sizes.places(self.trains)
-
     def _drop(self) -> None:
         """Let go of a capture that was tried."""
         if self.__dict__.pop("_forward", None) is not None:
@@ -294,7 +288,7 @@ class Recording:
         try:
             answer = self.run(lambda: self.memory.sides().run())
         except Changed:
-            self._joined = None
+            self._joined = Norms()
             answer = self.run(lambda: self.memory.sides().run())
         if self.trains:
             again = self.memory.sides()
@@ -315,7 +309,7 @@ class Recording:
 
     def _finish(self) -> None:
         answer = self.answer
-        self.rows_of = answer.rows()
+        self.rows_of = answer.rows
         self.results = [t.detach() for t in answer.tensors]
         self._alive = self._grid_now  # with the grids and maps made of it, which the graphs read
         self._voxels = dict(answer.voxels)
@@ -376,9 +370,7 @@ class Recording:
                 elif rows is None:
                     into.copy_(grad)
                 else:
-                    into[:live].copy_(grad)
-                    if live < self._grads_filled[at]:
-                        into[live : self._grads_filled[at]].zero_()
+                    put_rows(grad, into, self._grads_filled[at])
                 self._grads_filled[at] = live
             self._replay_backward()
             assert self._gathered is not None

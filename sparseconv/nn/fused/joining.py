@@ -7,16 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.nn.fused import normalize
-from sparseconv.nn.fused.remaking import (
-    Recipe,
-    Shared,
-    is_direct,
-    keeps_graph,
-    maker_of,
-    makes_again,
-    recipe_of,
-    without,
-)
+from sparseconv.nn.fused.remaking import Recipe, Shared, is_direct, maker_of, makes_again, recipe_of, without
+from sparseconv.torch_private import keeps_graph
 
 
 class Parts(NamedTuple):

@@ -127,9 +127,9 @@ def _kernels_of(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> Ker
     )
 
 
-def _count_of(run: Kernels, kept: torch.Tensor, norm: Norm) -> tuple[Any, int]:
+def _count_of(run: Kernels, x: torch.Tensor, norm: Norm) -> tuple[Any, int]:
     """What a launch takes for the number of rows that are alive, and whether there is one."""
-    return (run.at(kept), 0) if norm.alive is None else (run.at(norm.alive), 1)
+    return (run.at(x), 0) if norm.alive is None else (run.at(norm.alive), 1)
 
 
 def forward(
@@ -153,7 +153,7 @@ def forward(
     device = x.device
     y = torch.empty_like(x)
     kept = torch.empty(run.size, dtype=torch.float32, device=device)
-    count, counted = _count_of(run, kept, norm)
+    count, counted = _count_of(run, x, norm)
     run.statistics(
         *(device, run.grids[0]),
         (run.at(x), run.beyond(kept), count, x.shape[0], run.units, counted),
@@ -198,15 +198,9 @@ def settled(
         x: (N, C), N >= 1, contiguous, aligned to 16 bytes. residual: like x, or None.
         weight, bias: (C,) or None, both or neither. mean, var: (C,). slope: as in `Norm`.
     """
-    device, rows = x.device, x.shape[0]
-    run = kernels(rows, x.shape[1], device, x.dtype, None if weight is None else weight.dtype, mean.dtype)
-    y, at = torch.empty_like(x), run.at
-    none = at(x)
-    affine = (none, none, 0) if weight is None or bias is None else (at(weight), at(bias), 1)
-    added = (none, 0) if residual is None else (at(residual), 1)
-    pointers = (none, added[0], *affine[:2], none, none, at(mean), at(var), none, at(y), none)
-    numbers = (rows, run.units, run.units, 0, added[1], affine[2], 1, 0, eps, 0.0, slope)
-    run.normalize(device, run.grids[2], pointers + numbers, run.constants)
+    norm = Norm(eps, 0.0, slope, (mean, var, mean))  # batches are not counted
+    y = torch.empty_like(x)
+    _normalize(_kernels_of(x, weight, norm), x, weight, bias, residual, norm, 0, None, y)
     return y
 
 
@@ -218,19 +212,19 @@ def _normalize(
     residual: torch.Tensor | None,
     norm: Norm,
     parts: int,
-    kept: torch.Tensor,
+    kept: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    """Fill y; without ``parts`` by what was ``kept``."""
+    """Fill y; without ``parts`` by what was ``kept``, or else by running statistics."""
     at, running = run.at, norm.running
     none = at(x)
-    count, counted = _count_of(run, kept, norm)
-    follows = running is not None and parts > 0
+    count, counted = _count_of(run, x, norm)
+    follows = running is not None and (parts > 0 or kept is None)
     pointers = (
         none,
         none if residual is None else at(residual),
         *((none, none) if weight is None or bias is None else (at(weight), at(bias))),
-        *(run.beyond(kept), at(kept)),
+        *((none, none) if kept is None else (run.beyond(kept), at(kept))),
         *((none, none, none) if running is None else (at(running[0]), at(running[1]), at(running[2]))),
         at(y),
         count,
@@ -281,7 +275,7 @@ def backward(
         weight_grad, bias_grad = torch.empty_like(weight), torch.empty_like(bias)
         affine, affine_grad = (at(weight), at(bias)), (at(weight_grad), at(bias_grad))
     has_affine, sums, statistics, grad_row = int(weight is not None), run.beyond(kept), at(kept), row // unit
-    count, counted = _count_of(run, kept, norm)
+    count, counted = _count_of(run, x, norm)
     if y is None:
         dz, dz_row, slope, y_at = grad, grad_row, norm.slope, none
     else:

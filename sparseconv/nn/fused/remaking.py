@@ -74,11 +74,6 @@ def recipe_of(node: Any) -> Any:
     return node.recipe
 
 
-def keeps_graph() -> bool:
-    """Whether the backward pass under way may be followed by another one over the same graph."""
-    return torch_private.keeps_graph()
-
-
 def versions(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(t._version for t in tensors if t is not None)
 

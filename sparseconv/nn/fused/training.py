@@ -24,19 +24,10 @@ from sparseconv.nn.fused import normalize
 from sparseconv.nn.fused.evaluation import PLAIN, are_near, lined_up, reads, tensors_of
 from sparseconv.nn.fused.live_rows import live_rows, over_live_rows
 from sparseconv.nn.fused.normalize import Norm
-from sparseconv.nn.fused.remaking import (
-    Recipe,
-    is_large,
-    keeps_graph,
-    maker_of,
-    makes_again,
-    recipe_of,
-    versions,
-    without,
-)
+from sparseconv.nn.fused.remaking import Recipe, is_large, maker_of, makes_again, recipe_of, versions, without
 from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.torch_private import dispatch_modes, others_save
+from sparseconv.torch_private import dispatch_modes, keeps_graph, others_save
 
 #: channels up to which an input gradient is written onto another: at 128 its kernel would take 236 registers, not 162,
 #: and a multiprocessor would hold two programs, not three
@@ -124,7 +115,8 @@ class _Trained(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         (x, y, *saved), stages, needs = ctx.saved_tensors, ctx.stages, ctx.needs_input_grad
         count, source, last_time = len(stages), ctx.source, not keeps_graph()
-        if current() is not None:
+        streams = current()
+        if streams is not None:
             forget_workspaces()  # of linear layers: their memory then serves what comes between them
         tensors, middles = saved[: 3 * count], saved[3 * count : 4 * count]
         statistics, results = saved[4 * count : 5 * count], saved[5 * count :]
@@ -156,7 +148,8 @@ class _Trained(torch.autograd.Function):
             edges, rows = (call.edges, call.groups, call.backend), call.kernel_map.num_in
             if needs[4 + 3 * at]:  # first: its partial sums then lie where the input gradient will be
                 if at == 0 and source is not None:
-                    _catch_up()
+                    if streams is not None:  # what the sums beside this pass read makes room for what is made next
+                        streams.catch_up()
                     if last_time and ctx.own:
                         _let_go(middles[1:])  # read for the last time; the node holds them until it ends
                     flow = recipe_of(source).run()
@@ -185,13 +178,6 @@ def _let_go(tensors: Sequence[torch.Tensor]) -> None:
         storage = tensor.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
-
-
-def _catch_up() -> None:
-    """Wait for the sums beside this pass, so that what they read makes room for what is made next."""
-    streams = current()
-    if streams is not None:
-        streams.catch_up()
 
 
 def _summed(x: torch.Tensor, grad: torch.Tensor, taps: torch.Tensor, edges: tuple[int, int, str]) -> torch.Tensor:

@@ -177,12 +177,6 @@ class Given:
             into.clear()
             into.update(self._before[path])
 
-    def forget(self) -> None:
-        """Let go of everything."""
-        self.whole, self.leaves = ((), {}), []
-        self._dicts, self._before, self._lists, self._paths, self._copies, self._made = {}, {}, {}, {}, {}, {}
-        self._sets = {}
-
     def copied(
         self,
         replaced: Mapping[tuple[Any, ...], Any] | None = None,

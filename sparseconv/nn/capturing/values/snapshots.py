@@ -123,55 +123,33 @@ class Walk:
         return _Whole(value, copy.copy(value)) if is_whole and self._wholes <= MOST_ITEMS else value
 
 
-def snapshot(value: Any, walk: Walk | None = None, depth: int = DEEPEST) -> Any:
+def snapshot(value: Any, walk: Walk | None = None) -> Any:
     """Containers as they are now, for `is_another`; a tensor is itself, since graphs read what is in it."""
+    return _taken(value, walk or Walk(), DEEPEST, MOST_BYTES, False)
+
+
+def copied(value: Any) -> Any:
+    """Containers and tensors as they are now, for `is_same` and `restored`."""
+    return _taken(value, Walk(), DEEPEST, MOST_COPIED, True)
+
+
+def _taken(value: Any, walk: Walk, depth: int, most: int, has_tensors: bool) -> Any:
+    """Containers as they are now, arrays of at most so many bytes, and tensors where ``has_tensors``."""
+    if has_tensors and isinstance(value, torch.Tensor) and not value.is_inference():
+        return HeldTensor(value, value._version, value.detach().clone())
     if isinstance(value, ALONE):
         return value
-    walk = Walk() if walk is None else walk
+    more = walk, depth - 1, most, has_tensors
     if walk.goes_into(value, depth):
-        return _Fields(value, {key: snapshot(one, walk, depth - 1) for key, one in fields_of(value).items()})
+        return _Fields(value, {key: _taken(one, *more) for key, one in fields_of(value).items()})
     if type(value) is dict and walk.is_open(value, dict, depth):
-        return {key: snapshot(one, walk, depth - 1) for key, one in value.items()}
-    if type(value) in (list, tuple) and walk.is_open(value, type(value), depth):
-        return type(value)(snapshot(one, walk, depth - 1) for one in value)
-    return walk.kept(value, MOST_BYTES)
-
-
-def is_another(now: Any, before: Any) -> bool:
-    """Whether a value is not what it was at its `snapshot`."""
-    if now is before:
-        return False
-    if isinstance(before, _Whole):
-        return not before.is_same(now)
-    if isinstance(before, _Fields):
-        if now is not before.itself and not (is_container(now) and type(now) is type(before.itself)):
-            return True
-        now, before = fields_of(now), before.fields
-        return now.keys() != before.keys() or any(is_another(value, before[key]) for key, value in now.items())
-    if type(now) is not type(before):
-        return True
-    if isinstance(now, (list, tuple)):
-        return len(now) != len(before) or any(map(is_another, now, before))
-    if isinstance(now, dict):
-        return now.keys() != before.keys() or any(is_another(value, before[key]) for key, value in now.items())
-    return not isinstance(now, EQUAL) or bool(now != before)
-
-
-def copied(value: Any, walk: Walk | None = None, depth: int = DEEPEST) -> Any:
-    """Containers and tensors as they are now, for `is_same` and `restored`."""
-    walk = Walk() if walk is None else walk
-    if isinstance(value, torch.Tensor) and not value.is_inference():
-        return HeldTensor(value, value._version, value.detach().clone())
-    if walk.goes_into(value, depth):
-        return _Fields(value, {key: copied(one, walk, depth - 1) for key, one in fields_of(value).items()})
-    if type(value) is dict and walk.is_open(value, dict, depth):
-        return {key: copied(one, walk, depth - 1) for key, one in value.items()}
+        return {key: _taken(one, *more) for key, one in value.items()}
     if type(value) is list and walk.is_open(value, list, depth):
-        return [copied(one, walk, depth - 1) for one in value]
+        return [_taken(one, *more) for one in value]
     if isinstance(value, tuple) and walk.is_open(value, tuple, depth):
-        items = [copied(one, walk, depth - 1) for one in value]
+        items = [_taken(one, *more) for one in value]
         return value if all(map(is_, items, value)) else _Tuple(value, items)
-    return walk.kept(value, MOST_COPIED)
+    return walk.kept(value, most)
 
 
 def restored(value: Any, before: Any) -> Any:
@@ -205,22 +183,35 @@ def restored(value: Any, before: Any) -> Any:
 
 def is_same(now: Any, before: Any) -> bool:
     """Whether a value is the one that was `copied`, as it was then."""
+    return _is_kept(now, before, True)
+
+
+def is_another(now: Any, before: Any) -> bool:
+    """Whether a value is not what it was at its `snapshot`, nor another object that holds the same."""
+    return now is not before and not _is_kept(now, before, False)
+
+
+def _is_kept(now: Any, before: Any, is_itself: bool) -> bool:
+    """Whether a value holds what it held; where ``is_itself``, no other object and nothing that `moves` will do."""
+    if now is before:
+        return not (is_itself and moves(now))
     if isinstance(before, HeldTensor):
         return now is before.itself and now._version == before.version
     if isinstance(before, _Whole):
         return before.is_same(now)
-    if isinstance(before, _Tuple):
-        return (
-            type(now) is type(before.itself) and len(now) == len(before.items) and all(map(is_same, now, before.items))
-        )
     if isinstance(before, _Fields):
-        return now is before.itself and is_same(dict(fields_of(now)), before.fields)
-    if now is before:
-        return not moves(now)
+        is_like = not is_itself and is_container(now) and type(now) is type(before.itself)
+        if now is not before.itself and not is_like:
+            return False
+        now, before = dict(fields_of(now)), before.fields
+    if isinstance(before, _Tuple):
+        if type(now) is not type(before.itself):
+            return False
+        now, before = list(now), before.items
     if type(now) is not type(before):
         return False
     if isinstance(now, dict):
-        return now.keys() == before.keys() and all(is_same(value, before[key]) for key, value in now.items())
+        return now.keys() == before.keys() and all(_is_kept(one, before[key], is_itself) for key, one in now.items())
     if isinstance(now, (list, tuple)):
-        return len(now) == len(before) and all(map(is_same, now, before))
+        return len(now) == len(before) and all(_is_kept(one, was, is_itself) for one, was in zip(now, before))
     return isinstance(now, EQUAL) and bool(now == before)
