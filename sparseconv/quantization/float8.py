@@ -27,23 +27,8 @@ class QuantizeFloat8(layers.Quantize):
 class Float8Convolution(layers.Convolution):
     """A convolution or linear layer, with the norm, residual and activation that followed it.
 
-    ``weight`` has the bytes of e4m3 numbers, as uint8.
+    ``weight`` has the bytes of e4m3 numbers, as uint8, which `half()` and pickle leave alone.
     """
-
-    def __init__(
-        self,
-        name: str,
-        inputs: Sequence[int],
-        output: int,
-        layer: torch.nn.Module,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        rescale: Float8Rescale | None,
-        where: dict[str, int],
-    ) -> None:
-        super().__init__(name, inputs, output, layer, weight.float(), layers.fixed(bias), rescale, where)
-        self.weight = self.weight.to(FLOAT8).view(torch.uint8)  # bytes, which `half()` and pickle leave alone
-        self.multiplier = None if rescale is None else layers.fixed(rescale.multiplier)
 
     def numbers_of(self, rescale: Float8Rescale) -> dict[str, Any]:
         return {"residual": rescale.residual_multiplier, "slope": rescale.slope}
@@ -139,7 +124,7 @@ class Float8Builder(Builder):
         weight = weight.double()
         scale = (weight.abs().amax((0, 1)) / LARGEST).clamp_min(1e-30)
         added = torch.zeros_like(scale) if bias is None else bias.double() / (scale * x_scale)
-        return narrowed((weight / scale).float()), added.float(), scale * x_scale
+        return narrowed((weight / scale).float()).view(torch.uint8), added.float(), scale * x_scale
 
     def _rescale(self, scale: torch.Tensor, y_scale: float, residual_scale: float, slope: float | None) -> Any:
         return Float8Rescale((scale / y_scale).float(), residual_scale / y_scale, 1.0 if slope is None else slope)

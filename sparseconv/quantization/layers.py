@@ -165,8 +165,8 @@ class Convolution(StepWithNumbers):
         self.backend = "auto"  # the layer's own; another name here comes before it
         # a tap's input channels lie together for each output: matrix units of 8 bits read a weight so
         self.register_buffer("weight", weight.mT.contiguous().mT)
-        self.register_buffer("bias", bias)
-        self.register_buffer("multiplier", None if rescale is None else rescale.multiplier)
+        self.register_buffer("bias", fixed(bias))
+        self.register_buffer("multiplier", None if rescale is None else fixed(rescale.multiplier))
         self.numbers = {} if rescale is None else self.numbers_of(rescale)
 
     def run(self, values: Values) -> Any:
@@ -380,8 +380,8 @@ def shell(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def fixed(numbers: torch.Tensor) -> torch.Tensor:
-    """fp32 numbers as the integers of their bits, which `half()` and `to(dtype)` leave alone."""
-    return numbers.to(torch.float32).contiguous().view(torch.int32)
+    """Integers, and fp32 numbers as the integers of their bits: `half()` and `to(dtype)` leave both alone."""
+    return numbers.to(torch.float32).contiguous().view(torch.int32) if numbers.is_floating_point() else numbers
 
 
 def number(bits: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -268,30 +269,21 @@ def folded_weight(group: Joined) -> tuple[torch.Tensor, torch.Tensor | None]:
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     if group.first.kind == "linear":
         weight = weight.T[None]
-    return (weight, bias) if group.norm is None else _folded(weight, bias, group.norm)
+    if group.norm is None:
+        return weight, bias
+    return folded(weight.double(), None if bias is None else bias.double(), wide(group.norm), torch.float64)
 
 
 def folded_norm(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and shift (C,) of a norm in fp64, its running statistics in them."""
-    if norm.running_mean is None:
-        raise ValueError(f"{type(norm).__name__} keeps no running statistics")
-    ones = torch.ones(1, 1, norm.num_features, device=norm.running_mean.device)
-    weight, bias = _folded(ones, None, norm)
+    norm = wide(norm)
+    weight, bias = folded(torch.ones_like(norm.running_mean)[None, None], None, norm, torch.float64)
     return weight[0, 0], bias
 
 
-def _folded(weight: torch.Tensor, bias: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def wide(norm: Any) -> Any:
+    """A norm's numbers in fp64. Raises ValueError where it keeps no running statistics."""
     if norm.running_mean is None:
         raise ValueError(f"{type(norm).__name__} keeps no running statistics")
-    weight = weight.to(torch.float64)
-    return folded(weight, None if bias is None else bias.double(), _Wide(norm), torch.float64)
-
-
-class _Wide:
-    """A norm's numbers in fp64."""
-
-    def __init__(self, norm: Any) -> None:
-        self.eps = norm.eps
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            value = getattr(norm, name)
-            setattr(self, name, None if value is None else value.detach().double())
+    held = {name: getattr(norm, name) for name in ("weight", "bias", "running_mean", "running_var")}
+    return SimpleNamespace(eps=norm.eps, **{k: None if t is None else t.detach().double() for k, t in held.items()})
