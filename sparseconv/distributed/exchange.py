@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,9 @@ from sparseconv.autograd_function import Function
 
 if TYPE_CHECKING:
     from jaxtyping import Int64, Shaped
+
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,10 @@ class Exchange:
 
     def __call__(self, x: Shaped[torch.Tensor, "N ..."]) -> Shaped[torch.Tensor, "N_received ..."]:
         """The received rows (num_received, C) of the ranks' x, differentiably."""
-        return _Received.apply(x, self)
+        return _Linear.apply(x, self._received, partial(returned, exchange=self))
+
+    def _received(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forth(x, x.new_empty((self.num_received, *x.shape[1:]))).wait()
 
     def forth(self, x: Shaped[torch.Tensor, "N ..."], received: Shaped[torch.Tensor, "N_received ..."]) -> UnderWay:
         """Send the rows of x (num_rows, C) on their way into ``received`` (num_received, C)."""
@@ -88,30 +96,17 @@ class UnderWay:
         return self.received
 
 
-class _Received(Function):
-    """The rows that came, as a function of the rows that were sent."""
+class _Linear(Function):
+    """A linear function of rows, whose derivative is ``adjoint``: a differentiable function of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        return exchange.forth(x, x.new_empty((exchange.num_received, *x.shape[1:]))).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _Returned.apply(grad, ctx.exchange), None
-
-
-class _Returned(Function):
-    """The adjoint of `_Received`, and its own derivative, which is `_Received` again."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        return exchange._adjoint(grad)
+    def forward(ctx: Any, x: torch.Tensor, function: Rows, adjoint: Rows) -> torch.Tensor:
+        ctx.adjoint = adjoint
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return ctx.exchange(grad), None
+        return ctx.adjoint(grad), None, None
 
 
 class _Joined(Function):
@@ -126,37 +121,9 @@ class _Joined(Function):
         return grad, grad[:0]
 
 
-class _Summed(Function):
-    """The sum over ranks, on every rank. Its derivative is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _Summed.apply(grad, ctx.group), None
-
-
-class _Replicated(Function):
-    """The same tensor on every rank; its gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _Summed.apply(grad, ctx.group), None
-
-
 def returned(grad: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Gradients of received rows (num_received, C) summed where the rows came from, (num_rows, C); any order."""
-    return _Returned.apply(grad, exchange)
+    return _Linear.apply(grad, exchange._adjoint, exchange)
 
 
 def summed(x: Shaped[torch.Tensor, "*shape"], group: dist.ProcessGroup | None = None) -> Shaped[torch.Tensor, "*shape"]:
@@ -168,7 +135,13 @@ def summed(x: Shaped[torch.Tensor, "*shape"], group: dist.ProcessGroup | None = 
     [1.0, 1.0]
     >>> dist.destroy_process_group()
     """
-    return _Summed.apply(x, group)
+
+    def total_of(x: torch.Tensor) -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    return _Linear.apply(x, total_of, partial(summed, group=group))
 
 
 def replicated(
@@ -187,7 +160,7 @@ def replicated(
     """
     if getattr(x, "_replicated_over", False) == (group,):
         return x
-    same = _Replicated.apply(x, group)
+    same = _Linear.apply(x, lambda x: x.view_as(x), partial(summed, group=group))
     same._replicated_over = (group,)
     return same
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -63,34 +64,8 @@ class ShardedConvolutionPlan:
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
-
-        def reached(window: Window, edge: Boundary) -> VoxelGrid | None:
-            """Voxels of the output that this rank sees, whoever owns them; None for the target as it is."""
-            if target not in (None, "full") and not isinstance(target, ShardedGrid):
-                raise ValueError(f"target must be a ShardedGrid, 'full' or None; got {target!r}")
-            if target == "full" or (target is None and any(s != 1 for s in window.stride)):
-                return coarse_grid(VoxelGrid(source.coords, source.batch_size), window, edge)
-            if edge.kind != "forbid":
-                return None
-            own = VoxelGrid(source.coords, source.batch_size)
-            given = own if target is None else VoxelGrid(target.coords, target.batch_size)
-            left = fits(given, own, window, edge)
-            if target is not None and left is not given:
-                raise ValueError(f"some windows of the given target leave the extent {edge.extent}")
-            return None if left is given else left
-
-        window, edge, seen = _window_of(
-            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, False, reached
-        )
-        if isinstance(target, ShardedGrid):
-            coarse = target
-        elif target == "full" or any(s != 1 for s in window.stride):
-            coarse = _owned(source, cast(VoxelGrid, seen).coords, window.stride, (1,) * source.rank)
-        elif edge.kind == "forbid" and _any(seen is not None, source):
-            coarse = source._like(source.coords if seen is None else seen.coords)
-        else:
-            coarse = source
-        self._set(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
+        given = kernel_size, stride, dilation, padding, taps, boundary, groups, backend
+        self._make(source, given, target, False)
 
     @classmethod
     def transposed(
@@ -110,39 +85,54 @@ class ShardedConvolutionPlan:
     ) -> ShardedConvolutionPlan:
         """From coarse voxels to fine ones, onto ``target`` or onto every voxel that a tap reaches (generative)."""
 
-        def reached(window: Window, edge: Boundary) -> VoxelGrid | None:
-            if target is not None and not isinstance(target, ShardedGrid):
-                raise ValueError(f"target must be a ShardedGrid or None; got {target!r}")
-            return fine_grid(VoxelGrid(source.coords, source.batch_size), window, edge) if target is None else None
-
-        window, edge, seen = _window_of(
-            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, True, reached
-        )
-        fine = target
-        if fine is None:
-            assert seen is not None
-            fine = _owned(source, seen.coords, (1,) * source.rank, window.stride)
+        given = kernel_size, stride, dilation, padding, taps, boundary, groups, backend
         plan = object.__new__(cls)
-        plan._set(source, fine, window, edge, kernel_size is not None, groups, backend, True)
+        plan._make(source, given, target, True)
         return plan
 
-    def _set(
-        self,
-        source: ShardedGrid,
-        target: ShardedGrid,
-        window: Window,
-        boundary: Boundary,
-        box: bool,
-        groups: int,
-        backend: str,
-        is_transposed: bool,
-    ) -> None:
-        self.source, self.target, self.window, self.boundary = source, target, window, boundary
-        self.groups, self.backend, self.is_transposed, self._box = groups, backend, is_transposed, box
+    def _make(self, source: ShardedGrid, given: tuple[Any, ...], target: Any, is_transposed: bool) -> None:
+        """What both constructors do: ``given`` are arguments of `checked_window`, which the ranks must agree in."""
+        if not isinstance(source, ShardedGrid):
+            raise TypeError(f"source must be a ShardedGrid, made by shard(); got {type(source).__name__}")
+        kernel_size, *_, groups, backend = given
+
+        def checked() -> tuple[tuple[Window, Boundary, VoxelGrid | None], dict[str, Any]]:
+            window, edge = checked_window(source, *given)
+            if edge.kind == "forbid" and edge.extent is None and not is_transposed:
+                edge = Boundary.forbid(source.global_extent)
+            same = {
+                "source": (source.counts, source.batch_size, source.partition),
+                "window": window,
+                "boundary": edge,
+                "groups": groups,
+                "backend": backend,
+                "direction": is_transposed,
+                "target": target.counts if isinstance(target, ShardedGrid) else target,
+            }
+            return (window, edge, _reached(source, target, window, edge, is_transposed)), same
+
+        window, edge, seen = agreed(checked, source.group)
+        ones = (1,) * source.rank
+        onto = source
+        if isinstance(target, ShardedGrid):
+            onto = target
+        elif is_transposed:
+            onto = _owned(source, cast(VoxelGrid, seen).coords, ones, window.stride)
+        elif target == "full" or window.is_strided:
+            onto = _owned(source, cast(VoxelGrid, seen).coords, window.stride, ones)
+        elif edge.kind == "forbid" and _any(seen is not None, source):
+            onto = source._like(source.coords if seen is None else seen.coords)
+        self.source, self.target, self.window, self.boundary = source, onto, window, edge
+        self.groups, self.backend, self.is_transposed = groups, backend, is_transposed
+        self._box = kernel_size is not None
         self._transposed: ShardedConvolutionPlan | None = None
+        self._meet()
+
+    def _meet(self) -> None:
+        """Find the halo; all ranks call it."""
         #: kinds of call that the ranks have compared: each kind is compared once, since it costs a round trip
         self._agreed: set[tuple] = set()
-        self.exchange, self.halo = find_halo(source, target, window, boundary, is_transposed)
+        self.exchange, self.halo = find_halo(self.source, self.target, self.window, self.boundary, self.is_transposed)
         self._split()
 
     def _between(self, source: VoxelGrid, target: VoxelGrid) -> ConvolutionPlan:
@@ -268,17 +258,9 @@ class ShardedConvolutionPlan:
         The way back has a halo of its own, on the target's side, so this is a new plan, found once and kept.
         """
         if self._transposed is None:
-            plan = object.__new__(ShardedConvolutionPlan)
-            plan._set(
-                self.target,
-                self.source,
-                self.window,
-                self.boundary,
-                self._box,
-                self.groups,
-                self.backend,
-                not self.is_transposed,
-            )
+            plan = self._copy()
+            plan.source, plan.target, plan.is_transposed = self.target, self.source, not self.is_transposed
+            plan._meet()
             plan._transposed = self
             self._transposed = plan
         return self._transposed
@@ -287,11 +269,14 @@ class ShardedConvolutionPlan:
         """The same edges and exchange for another number of channel groups; itself if it has that number."""
         if groups == self.groups:
             return self
-        plan = object.__new__(ShardedConvolutionPlan)
-        plan.__dict__.update(self.__dict__)
+        plan = self._copy()
         plan.groups, plan._transposed = groups, None
-        plan.__dict__.pop("local", None)
         plan._passage = self._passage.with_groups(groups)
+        return plan
+
+    def _copy(self) -> ShardedConvolutionPlan:
+        plan = copy.copy(self)
+        plan.__dict__.pop("local", None)
         return plan
 
     def kept_with(self, grid: VoxelGrid) -> ShardedConvolutionPlan:
@@ -308,40 +293,23 @@ class ShardedConvolutionPlan:
 ShardedGrid.plan_type = ShardedConvolutionPlan
 
 
-def _window_of(
-    source: ShardedGrid,
-    kernel_size: Axes | None,
-    stride: Axes,
-    dilation: Axes,
-    padding: Axes | None,
-    taps: torch.Tensor | Sequence[Sequence[int]] | None,
-    boundary: Boundary | str,
-    groups: int,
-    backend: str,
-    target: Any,
-    is_transposed: bool,
-    reached: Callable[[Window, Boundary], VoxelGrid | None],
-) -> tuple[Window, Boundary, VoxelGrid | None]:
-    """What both constructors take, checked on this rank and between the ranks, and what ``reached`` makes of it."""
-    if not isinstance(source, ShardedGrid):
-        raise TypeError(f"source must be a ShardedGrid, made by shard(); got {type(source).__name__}")
-
-    def checked() -> tuple[tuple[Window, Boundary, VoxelGrid | None], dict[str, Any]]:
-        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
-        if edge.kind == "forbid" and edge.extent is None and not is_transposed:
-            edge = Boundary.forbid(source.global_extent)
-        same = {
-            "source": (source.counts, source.batch_size, source.partition),
-            "window": window,
-            "boundary": edge,
-            "groups": groups,
-            "backend": backend,
-            "direction": is_transposed,
-            "target": target.counts if isinstance(target, ShardedGrid) else target,
-        }
-        return (window, edge, reached(window, edge)), same
-
-    return agreed(checked, source.group)
+def _reached(source: ShardedGrid, target: Any, window: Window, edge: Boundary, is_transposed: bool) -> VoxelGrid | None:
+    """Voxels of the output that this rank sees, whoever owns them; None for the target as it is."""
+    words = "a ShardedGrid or None" if is_transposed else "a ShardedGrid, 'full' or None"
+    is_full = target == "full" and not is_transposed
+    if not (target is None or is_full or isinstance(target, ShardedGrid)):
+        raise ValueError(f"target must be {words}; got {target!r}")
+    is_new = is_full or (target is None and (is_transposed or window.is_strided))
+    if not is_new and (is_transposed or edge.kind != "forbid"):
+        return None
+    own = VoxelGrid(source.coords, source.batch_size)
+    if is_new:
+        return (fine_grid if is_transposed else coarse_grid)(own, window, edge)
+    given = own if target is None else VoxelGrid(target.coords, target.batch_size)
+    left = fits(given, own, window, edge)
+    if target is not None and left is not given:
+        raise ValueError(f"some windows of the given target leave the extent {edge.extent}")
+    return None if left is given else left
 
 
 def _any(flag: bool, grid: ShardedGrid) -> bool:

@@ -56,8 +56,7 @@ def _normed(
     """`torch.nn.functional.batch_norm`, the same bits."""
     if training or x.ndim != 2:  # elsewhere it may choose another operator
         return batch_norm(x, mean, var, weight, bias, training, momentum, eps)
-    y: torch.Tensor = torch.native_batch_norm(x, weight, bias, mean, var, False, momentum, eps)[0]
-    return y
+    return torch.native_batch_norm(x, weight, bias, mean, var, False, momentum, eps)[0]
 
 
 def export(

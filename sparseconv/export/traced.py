@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -141,7 +142,7 @@ class TracedPlan:
             list(window.stride),
             list(per_axis(dilation, source.rank, "dilation", 1)) if taps is None else [1] * source.rank,
             None if padding is None or taps is not None else list(per_axis(padding, *axes)),
-            "full" if outputs == "full" else outputs,
+            outputs,
             list(within or ()),
             edge.kind,
             [] if edge.extent is None else [*edge.extent.start, *edge.extent.end],
@@ -226,7 +227,7 @@ class TracedPlan:
 
     def transpose(self) -> TracedPlan:
         """The same edges reversed."""
-        back = self._copy()
+        back = copy.copy(self)
         back.handle = _ops.transposed(self.handle)
         back.source, back.target, back.is_transposed = self.target, self.source, not self.is_transposed
         return back
@@ -234,17 +235,12 @@ class TracedPlan:
     def with_groups(self, groups: int) -> TracedPlan:
         """The same edges for another number of channel groups."""
         check_count("groups", groups, 1)
-        other = self._copy()
+        other = copy.copy(self)
         other.groups = groups
         return other
 
     def kept_with(self, grid: VoxelGrid) -> TracedPlan:
         return self
-
-    def _copy(self) -> TracedPlan:
-        other = object.__new__(TracedPlan)
-        other.__dict__.update(self.__dict__)
-        return other
 
 
 TracedGrid.plan_type = TracedPlan

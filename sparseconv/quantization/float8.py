@@ -13,45 +13,25 @@ from sparseconv.backends.registry import choose, refusals
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.ops import pooling
 from sparseconv.quantization import layers
-from sparseconv.quantization.program import Builder, Joined, folded_norm, folded_weight, slope_of
+from sparseconv.quantization.program import Builder, Joined, folded_norm, slope_of
 from sparseconv.tensor import SparseTensor
 
 
-class QuantizeFloat8(layers.Step):
+class QuantizeFloat8(layers.Quantize):
     """Floating point -> e4m3: x / scale, rounded to nearest, clipped to 448."""
 
-    kind = "quantize"
-
-    def __init__(self, name: str, inputs: Sequence[int], output: int, scale: float) -> None:
-        super().__init__(name, inputs, output)
-        self.register_buffer("inverse", layers.fixed(torch.tensor([1 / scale])))
-
-    def run(self, values: layers.Values) -> Any:
-        inverse = layers.number(self.inverse)
-        return layers.on_features(values[self.inputs[0]], lambda x: narrowed(x.float() * inverse))
+    def narrowed(self, scaled: torch.Tensor) -> torch.Tensor:
+        return narrowed(scaled)
 
 
 class Float8Convolution(layers.Convolution):
     """A convolution or linear layer, with the norm, residual and activation that followed it.
 
-    ``weight`` has the bytes of e4m3 numbers, as uint8.
+    ``weight`` has the bytes of e4m3 numbers, as uint8, which `half()` and pickle leave alone.
     """
 
-    def __init__(
-        self,
-        name: str,
-        inputs: Sequence[int],
-        output: int,
-        layer: torch.nn.Module,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        rescale: Float8Rescale | None,
-        where: dict[str, int],
-    ) -> None:
-        super().__init__(name, inputs, output, layer, weight.float(), layers.fixed(bias), where)
-        self.weight = self.weight.to(FLOAT8).view(torch.uint8)  # bytes, which `half()` and pickle leave alone
-        self.register_buffer("multiplier", None if rescale is None else layers.fixed(rescale.multiplier))
-        self.numbers = {} if rescale is None else {"residual": rescale.residual_multiplier, "slope": rescale.slope}
+    def numbers_of(self, rescale: Float8Rescale) -> dict[str, Any]:
+        return {"residual": rescale.residual_multiplier, "slope": rescale.slope}
 
     def convolved(
         self, x: torch.Tensor, kernel_map: KernelMap, groups: int, backend: str, residual: torch.Tensor | None
@@ -136,27 +116,18 @@ class Float8Builder(Builder):
     alike = 64.0
     quantizer = QuantizeFloat8
 
-    def _convolution(self, group: Joined, inputs: list[int], where: dict[str, int], leaves: bool) -> None:
-        op = group.first
-        x_scale = self.scales[self.source(op.inputs[0])]
-        weight, bias = folded_weight(group)
+    convolution = Float8Convolution
+
+    def _narrow(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, x_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weight = weight.double()
         scale = (weight.abs().amax((0, 1)) / LARGEST).clamp_min(1e-30)
         added = torch.zeros_like(scale) if bias is None else bias.double() / (scale * x_scale)
-        sums_scale, y_scale = scale * x_scale, self.scales[group.output]
-        rescale, form = None, "sums"
-        if not (leaves and group.residual is None and group.slope is None):
-            residual = 0.0
-            if group.residual is not None:
-                residual = self.scales[self.source(group.residual)] / y_scale
-                inputs = [*inputs, self.given(group.residual, "int8", op.name)]
-            slope = 1.0 if group.slope is None else group.slope
-            rescale, form = Float8Rescale((sums_scale / y_scale).float(), residual, slope), "int8"
-        output = self.slot(group.output, form)
-        narrow = narrowed((weight / scale).float())
-        self.steps.append(Float8Convolution(op.name, inputs, output, op.module, narrow, added.float(), rescale, where))
-        if form == "sums":
-            self.steps.append(layers.Dequantize(op.name, [output], self.slot(group.output, "wide"), sums_scale))
+        return narrowed((weight / scale).float()).view(torch.uint8), added.float(), scale * x_scale
+
+    def _rescale(self, scale: torch.Tensor, y_scale: float, residual_scale: float, slope: float | None) -> Any:
+        return Float8Rescale((scale / y_scale).float(), residual_scale / y_scale, 1.0 if slope is None else slope)
 
     def _other(self, group: Joined, inputs: list[int], where: dict[str, int]) -> None:
         op = group.first

@@ -16,9 +16,8 @@ from sparseconv.nn.geometry import LayerGeometry
 from sparseconv.nn.models.resnet import FloorAvgPool, coarsened
 from sparseconv.ops import pooling
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.quantization.recording import Ref
+from sparseconv.quantization.recording import filled
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Int8, Int32
@@ -121,11 +120,11 @@ class Quantize(Step):
         self.register_buffer("inverse", fixed(torch.tensor([1 / scale])))
 
     def run(self, values: Values) -> Any:
-        def of(x: torch.Tensor) -> torch.Tensor:
-            scaled = x.float() * number(self.inverse)
-            return scaled.round_().clamp_(-LARGEST, LARGEST).nan_to_num_(0.0).to(torch.int8)
+        return on_features(values[self.inputs[0]], lambda x: self.narrowed(x.float() * number(self.inverse)))
 
-        return on_features(values[self.inputs[0]], of)
+    def narrowed(self, scaled: torch.Tensor) -> torch.Tensor:
+        """fp32 -> 8 bits, in place where it can be."""
+        return scaled.round_().clamp_(-LARGEST, LARGEST).nan_to_num_(0.0).to(torch.int8)
 
 
 class Dequantize(Step):
@@ -158,6 +157,7 @@ class Convolution(StepWithNumbers):
         layer: torch.nn.Module,
         weight: torch.Tensor,
         bias: torch.Tensor,
+        rescale: Any,
         where: dict[str, int],
     ) -> None:
         super().__init__(name, inputs, output)
@@ -165,7 +165,9 @@ class Convolution(StepWithNumbers):
         self.backend = "auto"  # the layer's own; another name here comes before it
         # a tap's input channels lie together for each output: matrix units of 8 bits read a weight so
         self.register_buffer("weight", weight.mT.contiguous().mT)
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", fixed(bias))
+        self.register_buffer("multiplier", None if rescale is None else fixed(rescale.multiplier))
+        self.numbers = {} if rescale is None else self.numbers_of(rescale)
 
     def run(self, values: Values) -> Any:
         x, *others = (values[number] for number in self.inputs)
@@ -179,6 +181,10 @@ class Convolution(StepWithNumbers):
         self, x: torch.Tensor, kernel_map: KernelMap, groups: int, backend: str, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """The features of the result."""
+        raise NotImplementedError
+
+    def numbers_of(self, rescale: Any) -> dict[str, Any]:
+        """Those of a rescale beside its multipliers."""
         raise NotImplementedError
 
     def _edges(self, x: Any, values: Values) -> tuple[KernelMap, Any, int, str]:
@@ -199,21 +205,8 @@ class IntegerConvolution(Convolution):
     ``weight`` is int8, ``bias`` (C_out,) and ``multiplier`` (C_out,) int32; without a rescale the result is the sums.
     """
 
-    def __init__(
-        self,
-        name: str,
-        inputs: Sequence[int],
-        output: int,
-        layer: torch.nn.Module,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        rescale: Rescale | None,
-        where: dict[str, int],
-    ) -> None:
-        super().__init__(name, inputs, output, layer, weight, bias, where)
-        self.register_buffer("multiplier", None if rescale is None else rescale.multiplier)
-        names = ("shift", "residual_multiplier", "slope", "low")
-        self.numbers = {} if rescale is None else {name: getattr(rescale, name) for name in names}
+    def numbers_of(self, rescale: Rescale) -> dict[str, Any]:
+        return {name: getattr(rescale, name) for name in ("shift", "residual_multiplier", "slope", "low")}
 
     def convolved(
         self, x: torch.Tensor, kernel_map: KernelMap, groups: int, backend: str, residual: torch.Tensor | None
@@ -274,10 +267,8 @@ class Combine(StepWithNumbers):
         return placed(first, torch.cat(parts, 1))
 
 
-class MaxPooling(Step):
-    """The largest int8 of each window, 0 where there is none; fp32 holds them exactly."""
-
-    kind = "max pooling"
+class Pooling(Step):
+    """A pooling layer, down or back up."""
 
     def __init__(
         self, name: str, inputs: Sequence[int], output: int, layer: torch.nn.Module, where: dict[str, int]
@@ -286,13 +277,26 @@ class MaxPooling(Step):
         self.layer, self.where = shell(layer), dict(where)
 
     def run(self, values: Values) -> Any:
-        x, plan = values[self.inputs[0]], pooling_plan(self.layer, values[self.inputs[0]], values, self.where)
-        largest, _ = pooling.max_pool(x.features.float(), plan)
-        return SparseTensor(plan.target, largest.to(torch.int8))
+        x = values[self.inputs[0]]
+        plan = pooling_plan(self.layer, x, values, self.where)
+        return SparseTensor(plan.target, self.pooled(x.features.float(), plan))
+
+    def pooled(self, x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+        """The features of the result, of integers in fp32, which holds them and their sums exactly."""
+        raise NotImplementedError
 
 
-class SumPooling(StepWithNumbers):
-    """The sum of each window times a multiplier for its number of voxels; fp32 holds the sums exactly.
+class MaxPooling(Pooling):
+    """The largest int8 of each window, 0 where there is none."""
+
+    kind = "max pooling"
+
+    def pooled(self, x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+        return pooling.max_pool(x, plan)[0].to(torch.int8)
+
+
+class SumPooling(Pooling, StepWithNumbers):
+    """The sum of each window times a multiplier for its number of voxels.
 
     ``multipliers`` (K+1,) int32, by the number of voxels: all alike for a sum, 1/n of the first for a mean.
     """
@@ -311,17 +315,16 @@ class SumPooling(StepWithNumbers):
         multipliers: torch.Tensor,
         shift: int,
     ) -> None:
-        super().__init__(name, inputs, output)
-        self.layer, self.where, self.shift = shell(layer), dict(where), shift
+        super().__init__(name, inputs, output, layer, where)
+        self.shift = shift
         self.register_buffer("multipliers", multipliers)
 
-    def run(self, values: Values) -> Any:
-        x, plan = values[self.inputs[0]], pooling_plan(self.layer, values[self.inputs[0]], values, self.where)
-        sums = pooling.sum_pool(x.features.float(), plan).int()
-        counts = pooling.sum_pool(x.features.new_ones(len(x.features), 1, dtype=torch.float32), plan)
+    def pooled(self, x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+        sums = pooling.sum_pool(x, plan).int()
+        counts = pooling.sum_pool(x.new_ones(len(x), 1), plan)
         rows = self.multipliers[counts[:, 0].long()]
         turned = Rescale(rows, self.shift).apply(sums.T)  # a row has its multiplier here, as a channel has elsewhere
-        return SparseTensor(plan.target, turned.T.contiguous())
+        return turned.T.contiguous()
 
 
 class Wide(Step):
@@ -334,13 +337,9 @@ class Wide(Step):
         self.layer, self.call = copy.deepcopy(layer), call
 
     def run(self, values: Values) -> Any:
-        def of(leaf: Any) -> Any:
-            if not isinstance(leaf, Ref):
-                return leaf
-            value = values[leaf.value]
-            return value if leaf.is_sparse or not isinstance(value, SparseTensor) else value.features
-
-        args, kwargs = pytree.tree_map(of, self.call, is_leaf=lambda leaf: isinstance(leaf, Ref))
+        args, kwargs = filled(
+            self.call, lambda ref: values[ref.value] if ref.is_sparse else features_in(values[ref.value])
+        )
         made = self.layer(*args, **kwargs)
         first = values[self.inputs[0]]
         if isinstance(first, SparseTensor) and isinstance(made, torch.Tensor) and len(made) == len(first.features):
@@ -360,7 +359,7 @@ def pooling_plan(layer: Any, x: SparseTensor, values: Values, where: dict[str, i
 
 def on_features(x: Any, function: Any) -> Any:
     """A function of features, on a sparse or a plain tensor."""
-    return x.with_features(function(x.features)) if isinstance(x, SparseTensor) else function(x)
+    return placed(x, function(features_in(x)))
 
 
 def features_in(x: Any) -> torch.Tensor:
@@ -381,8 +380,8 @@ def shell(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def fixed(numbers: torch.Tensor) -> torch.Tensor:
-    """fp32 numbers as the integers of their bits, which `half()` and `to(dtype)` leave alone."""
-    return numbers.to(torch.float32).contiguous().view(torch.int32)
+    """Integers, and fp32 numbers as the integers of their bits: `half()` and `to(dtype)` leave both alone."""
+    return numbers.to(torch.float32).contiguous().view(torch.int32) if numbers.is_floating_point() else numbers
 
 
 def number(bits: Any) -> torch.Tensor:

@@ -9,9 +9,8 @@ import torch
 
 from sparseconv.backends.registry import backend
 from sparseconv.quantization.layers import Convolution, Step, Wide
-from sparseconv.quantization.recording import Ref
+from sparseconv.quantization.recording import filled, refs_in
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import pytree
 
 
 class QuantizedNetwork(torch.nn.Module):
@@ -81,11 +80,7 @@ class QuantizedNetwork(torch.nn.Module):
             values[step.output] = step.run(values)
             for slot in last.get(place, ()):
                 del values[slot]
-        return pytree.tree_map(
-            lambda leaf: values[leaf.value] if isinstance(leaf, Ref) else leaf,
-            self.results,
-            is_leaf=lambda leaf: isinstance(leaf, Ref),
-        )
+        return filled(self.results, lambda ref: values[ref.value])
 
     def _last_uses(self) -> dict[int, list[int]]:
         """The slots that nobody reads after each step."""
@@ -94,7 +89,7 @@ class QuantizedNetwork(torch.nn.Module):
         for place, step in enumerate(steps):
             for slot in (*step.inputs, *getattr(step, "where", {}).values(), step.output):
                 last[slot] = place
-        kept = {leaf.value for leaf in pytree.tree_leaves(self.results) if isinstance(leaf, Ref)}
+        kept = {ref.value for ref in refs_in(self.results)}
         freed: dict[int, list[int]] = {}
         for slot, place in last.items():
             if slot not in kept:

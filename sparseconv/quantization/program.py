@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ import torch
 from sparseconv.backends.integers import LARGEST, NARROW_MULTIPLIERS
 from sparseconv.nn.fused.fusion import folded
 from sparseconv.quantization import layers
-from sparseconv.quantization.recording import Operation, Recording, Ref
+from sparseconv.quantization.recording import Operation, Recording, Ref, filled, refs_in
 from sparseconv.quantization.scales import integer_weight, rescale_to, rounding_of, shift_for
-from sparseconv.torch_private import pytree
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Joined:
 
 def joined(recording: Recording) -> list[Joined]:
     """The operations in an order in which each has what it takes, those that follow a convolution joined to it."""
-    operations, results = recording.operations, set(_refs(recording.results))
+    operations, results = recording.operations, {ref.value for ref in refs_in(recording.results)}
     uses: dict[int, list[Operation]] = {}
     for op in operations:
         for value in op.inputs:
@@ -75,11 +75,6 @@ def slope_of(op: Operation) -> float | None:
     """Of an activation with two straight halves, the slope of the lower one, 0 to 1; else None."""
     slope = getattr(op.module, "negative_slope", op.slope)
     return float(slope) if 0 <= slope <= 1 else None
-
-
-def _refs(tree: Any) -> list[int]:
-    leaves = pytree.tree_leaves(tree)
-    return [leaf.value for leaf in leaves if isinstance(leaf, Ref)]
 
 
 class Builder:
@@ -167,7 +162,7 @@ class Builder:
 
     def build(self) -> Any:
         """The steps, and what the network returns with slots in the place of values; names of layers that failed."""
-        results = set(map(self.source, _refs(self.recording.results)))
+        results = {self.source(ref.value) for ref in refs_in(self.recording.results)}
         wide = {self.source(v) for g in self.groups if g.first.kind == "wide" for v in g.first.inputs}
         narrow = {self.source(v) for g in self.groups if g.first.kind != "wide" for v in g.first.inputs}
         narrow |= {self.source(g.residual) for g in self.groups if g.residual is not None}
@@ -178,26 +173,17 @@ class Builder:
             except ValueError as error:
                 self.failed[group.first.name] = str(error)
                 self.slot(group.output, "int8")
-        returned = pytree.tree_map(
-            lambda leaf: (
-                Ref(self.given(leaf.value, "wide", "result"), leaf.is_sparse) if isinstance(leaf, Ref) else leaf
-            ),
-            self.recording.results,
-            is_leaf=lambda leaf: isinstance(leaf, Ref),
-        )
-        return returned
+        return self._wide(self.recording.results, "result")
+
+    def _wide(self, tree: Any, name: str) -> Any:
+        """A tree with the slots of its values in floating point in their place."""
+        return filled(tree, lambda ref: Ref(self.given(ref.value, "wide", name), ref.is_sparse))
 
     def _step(self, group: Joined, leaves: bool) -> None:
         op = group.first
         if op.kind == "wide":
-            call = pytree.tree_map(
-                lambda leaf: (
-                    Ref(self.given(leaf.value, "wide", op.name), leaf.is_sparse) if isinstance(leaf, Ref) else leaf
-                ),
-                op.call,
-                is_leaf=lambda leaf: isinstance(leaf, Ref),
-            )
-            inputs = _refs(call)
+            call = self._wide(op.call, op.name)
+            inputs = [ref.value for ref in refs_in(call)]
             self.steps.append(layers.Wide(op.name, inputs, self.slot(group.output, "wide"), op.module, call))
             return
         if op.kind in ("unknown", "act") and (op.kind == "unknown" or slope_of(op) is None):
@@ -209,7 +195,11 @@ class Builder:
         else:
             self._other(group, inputs, where)
 
+    #: the steps, and the functions, that there are for each kind of 8 bits
     quantizer: Any = layers.Quantize
+    convolution: Any = layers.IntegerConvolution
+    _narrow = staticmethod(integer_weight)
+    _rescale: Any = staticmethod(rescale_to)
 
     def _other(self, group: Joined, inputs: list[int], where: dict[str, int]) -> None:
         op, y_scale = group.first, self.scales[group.output]
@@ -232,22 +222,21 @@ class Builder:
             )
 
     def _convolution(self, group: Joined, inputs: list[int], where: dict[str, int], leaves: bool) -> None:
-        op, module = group.first, group.first.module
+        op = group.first
         x_scale = self.scales[self.source(op.inputs[0])]
         weight, bias = folded_weight(group)
-        integers, added, scale = integer_weight(weight, bias, x_scale)
+        narrow, added, scale = self._narrow(weight, bias, x_scale)
         rescale, form = None, "sums"
         if not (leaves and group.residual is None and group.slope is None):
             residual_scale = 0.0
             if group.residual is not None:
                 residual_scale = self.scales[self.source(group.residual)]
                 inputs = [*inputs, self.given(group.residual, "int8", op.name)]
-            rescale, form = rescale_to(scale, self.scales[group.output], residual_scale, group.slope), "int8"
+            rescale, form = self._rescale(scale, self.scales[group.output], residual_scale, group.slope), "int8"
         output = self.slot(group.output, form)
-        self.steps.append(layers.IntegerConvolution(op.name, inputs, output, module, integers, added, rescale, where))
+        self.steps.append(self.convolution(op.name, inputs, output, op.module, narrow, added, rescale, where))
         if form == "sums":
-            wide = self.slot(group.output, "wide")
-            self.steps.append(layers.Dequantize(op.name, [output], wide, scale))
+            self.steps.append(layers.Dequantize(op.name, [output], self.slot(group.output, "wide"), scale))
 
     def _norm(self, group: Joined, inputs: list[int]) -> None:
         op = group.first
@@ -280,30 +269,21 @@ def folded_weight(group: Joined) -> tuple[torch.Tensor, torch.Tensor | None]:
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     if group.first.kind == "linear":
         weight = weight.T[None]
-    return (weight, bias) if group.norm is None else _folded(weight, bias, group.norm)
+    if group.norm is None:
+        return weight, bias
+    return folded(weight.double(), None if bias is None else bias.double(), wide(group.norm), torch.float64)
 
 
 def folded_norm(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and shift (C,) of a norm in fp64, its running statistics in them."""
-    if norm.running_mean is None:
-        raise ValueError(f"{type(norm).__name__} keeps no running statistics")
-    ones = torch.ones(1, 1, norm.num_features, device=norm.running_mean.device)
-    weight, bias = _folded(ones, None, norm)
+    norm = wide(norm)
+    weight, bias = folded(torch.ones_like(norm.running_mean)[None, None], None, norm, torch.float64)
     return weight[0, 0], bias
 
 
-def _folded(weight: torch.Tensor, bias: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def wide(norm: Any) -> Any:
+    """A norm's numbers in fp64. Raises ValueError where it keeps no running statistics."""
     if norm.running_mean is None:
         raise ValueError(f"{type(norm).__name__} keeps no running statistics")
-    weight = weight.to(torch.float64)
-    return folded(weight, None if bias is None else bias.double(), _Wide(norm), torch.float64)
-
-
-class _Wide:
-    """A norm's numbers in fp64."""
-
-    def __init__(self, norm: Any) -> None:
-        self.eps = norm.eps
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            value = getattr(norm, name)
-            setattr(self, name, None if value is None else value.detach().double())
+    held = {name: getattr(norm, name) for name in ("weight", "bias", "running_mean", "running_var")}
+    return SimpleNamespace(eps=norm.eps, **{k: None if t is None else t.detach().double() for k, t in held.items()})

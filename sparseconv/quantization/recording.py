@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +84,16 @@ class Recording:
         return [tuple(v if isinstance(v, plain) else type(v) for v in pytree.tree_leaves(tree)) for tree in trees]
 
 
+def refs_in(tree: Any) -> list[Ref]:
+    """The `Ref`s of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+
+
+def filled(tree: Any, value_of: Callable[[Ref], Any]) -> Any:
+    """A tree with something else in the place of its `Ref`s."""
+    return pytree.tree_map(lambda leaf: value_of(leaf) if isinstance(leaf, Ref) else leaf, tree)
+
+
 def kind_of(module: torch.nn.Module) -> str | None:
     """What a layer is to integers; None for a module that is looked into."""
     forward: Any = type(module).forward
@@ -108,7 +117,8 @@ def record(
         recorder.new(x)
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder)
-        recorder.recording.results = recorder.referred(net(x))
+        said = "the network returns", "that no layer of it is seen to make"
+        recorder.recording.results = recorder.referred(net(x), said)
     return recorder.recording
 
 
@@ -151,13 +161,14 @@ class _Recorder(TorchFunctionMode):
                 raise ValueError("features are put on other voxels than their own: do it in a module that keep names")
         return found
 
-    def referred(self, tree: Any) -> Any:
-        """A tree with `Ref`s in the place of known tensors."""
+    def referred(self, tree: Any, said: tuple[str, str], constants: Collection[int] = ()) -> Any:
+        """A tree with `Ref`s in the place of known tensors. Raises ValueError for others of a scene, named between what
+        is ``said``."""
 
         def of(leaf: Any) -> Any:
             number = self.number(leaf)
-            if number is None and isinstance(leaf, OF_A_SCENE):
-                raise ValueError(f"the network returns a {type(leaf).__name__} that no layer of it is seen to make")
+            if number is None and isinstance(leaf, OF_A_SCENE) and id(leaf) not in constants:
+                raise ValueError(f"{said[0]} a {type(leaf).__name__} {said[1]}")
             return leaf if number is None else Ref(number, isinstance(leaf, SparseTensor))
 
         return pytree.tree_map(of, tree, is_leaf=lambda leaf: isinstance(leaf, SparseTensor))
@@ -185,10 +196,9 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(result, (torch.Tensor, SparseTensor)):
             raise ValueError(f"{name} returns {type(result).__name__}; recorded layers return one tensor")
         if kind == "wide":
-            soft = partial(self._soft, name)
-            tree = pytree.tree_map(soft, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, SparseTensor))
-            refs = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
-            self.add(kind, name, tuple(ref.value for ref in refs), result, module, call=tree)
+            unseen = "of the scene that no layer is seen to make: pass sparse tensors, or keep what makes it"
+            tree = self.referred((args, kwargs), (f"{name} is called with", unseen), self.constants)
+            self.add(kind, name, tuple(ref.value for ref in refs_in(tree)), result, module, call=tree)
             return
         given = {**dict(zip(("input", "onto" if len(args) > 1 else ""), args)), **kwargs}
         x = given.pop("input", given.pop("x", None))
@@ -204,13 +214,6 @@ class _Recorder(TorchFunctionMode):
                 raise ValueError(f"{name} is called with {key}={type(value).__name__}, which no layer is seen to make")
             where[key] = self.grids[id(grid)]
         self.add(kind, name, (number,), result, module, where=where)
-
-    def _soft(self, name: str, leaf: Any) -> Any:
-        number = self.number(leaf)
-        if number is None and isinstance(leaf, OF_A_SCENE) and id(leaf) not in self.constants:
-            said = "of the scene that no layer is seen to make: pass sparse tensors, or keep what makes it"
-            raise ValueError(f"{name} is called with a {type(leaf).__name__} {said}")
-        return leaf if number is None else Ref(number, isinstance(leaf, SparseTensor))
 
     def add(self, kind: str, name: str, inputs: tuple[int, ...], result: Any, module: Any = None, **more: Any) -> None:
         output = self.new(result, *inputs[:1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -15,10 +14,13 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.run import Run
-from sparseconv.streaming.steps import Call, OverEdges, Step
+from sparseconv.streaming.steps import Call, OverEdges, Step, casting, modes_now, parts_of
 from sparseconv.streaming.work import Own, Work
 
 Gradients = list[torch.Tensor | None]
+#: what a gradient is of: ("rows", step, 0) of rows on the scene's voxels, ("pieces", step, block) of those that a phase
+#: left, ("whole", step, place) of tensors of the whole scene, ("sums", parameter, 0)
+Key = tuple[str, int, int]
 
 
 def parameters_of(program: Program) -> list[torch.Tensor]:
@@ -32,18 +34,9 @@ def _given(program: Program) -> list[torch.Tensor]:
     for number in program.needed:
         step: Step = program.steps[number]
         if isinstance(step, (Call, OverEdges)):
-            for tensor in _tensors([step.args, tuple(step.kwargs.values())]):
+            for tensor in parts_of((step.args, step.kwargs), torch.Tensor):
                 found.setdefault(id(tensor), tensor)
     return list(found.values())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in lists and tuples, in their order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
 
 
 class Streamed(Function):
@@ -57,10 +50,7 @@ class Streamed(Function):
         run.run()
         ctx.run, ctx.parameters = run, parameters
         ctx.versions = [(tensor, _version(tensor)) for tensor in (features, *_relied_on(run))]
-        ctx.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in dict.fromkeys(("cpu", run.device.type))
-        ]
+        ctx.casts = modes_now()[1]
         # tensors of their own: the run that the node keeps must not keep the node
         return tuple(run.rows_of(number).features.detach() for number in run.program.results)
 
@@ -74,9 +64,7 @@ class Streamed(Function):
                     "backward pass computes blocks from it once more: call backward() before such a change"
                 )
         wants = ctx.needs_input_grad[1]
-        with ExitStack() as as_forward:
-            for kind, dtype, enabled in ctx.autocast:
-                as_forward.enter_context(torch.autocast(kind, dtype, enabled))
+        with casting(ctx.casts):
             made = _Backward(ctx.run, list(ctx.parameters), wants).run(dict(zip(ctx.run.program.results, grads)))
         return None, *made
 
@@ -100,13 +88,10 @@ class _Backward:
     """The gradients of one run, as they are added up."""
 
     def __init__(self, run: Run, parameters: list[torch.Tensor], wants: bool) -> None:
-        self.of, self.parameters = run, parameters
-        self.sums: Gradients = [None] * len(parameters)
-        #: of rows on the scene's voxels, of pieces that a phase left, of tensors of the whole scene
-        self.rows: dict[int, torch.Tensor] = {}
-        self.pieces: dict[tuple[int, int], torch.Tensor] = {}
-        self.whole: dict[tuple[int, int], torch.Tensor] = {}
-        self.wants, self.leaves = wants, {}  # type: bool, dict[Any, torch.Tensor]
+        self.of, self.parameters, self.wants = run, parameters, wants
+        self.grads: dict[Key, torch.Tensor] = {}
+        #: of the block that is computed
+        self.leaves: dict[Key, torch.Tensor] = {}
 
     def run(self, results: dict[int, torch.Tensor | None]) -> Gradients:
         run = self.of
@@ -115,19 +100,18 @@ class _Backward:
             if grad is None or not grad.is_floating_point():
                 continue
             if step.place is None:
-                _add(self.whole, (number, 0), grad.to(run.device, copy=True))
+                self._add(("whole", number, 0), grad.to(run.device, copy=True))
             elif step.place == GRID:
                 added = number == FEATURES or any(number in phase.loaded for phase in run.program.phases)
-                self.rows[number] = (
-                    grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True) if added else grad
-                )
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                self.grads["rows", number, 0] = grad.to(wide, copy=True) if added else grad
             else:
                 found = run.rows_of(number)
                 assert found.order is not None
                 back = torch.empty_like(grad)
                 back[found.order.to(grad.device)] = grad
                 for at, part in enumerate(back.split(found.sizes)):
-                    self.pieces[number, at] = part
+                    self.grads["pieces", number, at] = part
         phases = run.program.phases
         for level in reversed(range(len(phases))):
             totals = self._totals(phases[level], len(run.plans[level]), level)
@@ -135,12 +119,12 @@ class _Backward:
                 self._leave_to_first(phases[level])
                 self._phase(phases[level], level, totals)
             self._join(phases[level])
-        given = self.rows.get(FEATURES)
         like = run.scene.features
+        given = self.grads.get(("rows", FEATURES, 0)) if self.wants else None
         if self.wants and given is None:
             given = torch.zeros_like(like)
-        sums: Gradients = [None if s is None else s.to(p.dtype) for s, p in zip(self.sums, self.parameters)]
-        return [given.to(like.dtype) if given is not None and self.wants else None, *sums]
+        sums = [self.grads.get(("sums", at, 0)) for at in range(len(self.parameters))]
+        return [None if s is None else s.to(p.dtype) for s, p in zip([given, *sums], [like, *self.parameters])]
 
     def _totals(self, phase: Phase, count: int, level: int) -> dict[int, list[list[tuple[Any, ...]]]]:
         """From gradients of totals, and of what is made of them, to gradients of the parts of each block."""
@@ -157,13 +141,13 @@ class _Backward:
                 shared[number] = run.on_device(joined)
             run.finish_whole(shared)
             outputs, grads = [], []
-            for (number, at), grad in list(self.whole.items()):
+            for kind, number, at in [key for key in self.grads if key[0] == "whole"]:
                 if run.level_of(number) == level:
+                    grad = self.grads.pop((kind, number, at))
                     value = shared[number][at] if isinstance(shared[number], tuple) else shared[number]
                     if value.requires_grad:
                         outputs.append(value)
                         grads.append(grad.to(value.dtype))
-                    del self.whole[number, at]
             leaves = [t for some in parts.values() for part in chain(*some) for t in part if t.requires_grad]
             found = _grad(outputs, [*leaves, *self.parameters], grads)
         self._sum(found[len(leaves) :])
@@ -175,27 +159,19 @@ class _Backward:
     def _leave_to_first(self, phase: Phase) -> None:
         """What a phase adds to begins on the first rank with what is there, and on the others with nothing."""
         if self.of.ranks.rank:
-            loaded = {FEATURES, *phase.loaded}
-            self.rows = {number: rows for number, rows in self.rows.items() if number not in loaded}
-            self.pieces = {key: piece for key, piece in self.pieces.items() if key[0] not in loaded}
-            self.whole, self.sums = {}, [None] * len(self.sums)
+            for key in self._added_to(phase):
+                del self.grads[key]
 
     def _join(self, phase: Phase) -> None:
         """The sums over all ranks of what blocks of a phase gave, one after another on each."""
-        ranks, loaded = self.of.ranks, {FEATURES, *phase.loaded}
-        if ranks.size == 1:
-            return
-        mine: dict[Any, torch.Tensor] = {("sums", at, 0): s for at, s in enumerate(self.sums) if s is not None}
-        mine |= {("rows", number, 0): rows for number, rows in self.rows.items() if number in loaded}
-        mine |= {("pieces", *key): piece for key, piece in self.pieces.items() if key[0] in loaded}
-        mine |= {("whole", *key): value for key, value in self.whole.items()}
-        for (kind, *key), total in ranks.summed(mine, self.of.device).items():
-            if kind == "sums":
-                self.sums[key[0]] = total
-            elif kind == "rows":
-                self.rows[key[0]] = total
-            else:
-                (self.pieces if kind == "pieces" else self.whole)[key[0], key[1]] = total
+        if self.of.ranks.size > 1:
+            mine = {key: self.grads[key] for key in self._added_to(phase)}
+            self.grads |= self.of.ranks.summed(mine, self.of.device)
+
+    def _added_to(self, phase: Phase) -> list[Key]:
+        """What blocks of a phase may add to, as far as it is there."""
+        loaded = {FEATURES, *phase.loaded}
+        return [key for key in self.grads if key[0] in ("sums", "whole") or key[1] in loaded]
 
     def _phase(self, phase: Phase, level: int, totals: dict[int, list[list[tuple[Any, ...]]]]) -> None:
         """One pass over the blocks of a phase."""
@@ -237,34 +213,33 @@ class _Backward:
     def _grad_of(self, number: int, at: int, own: Own, starts: dict[int, int]) -> torch.Tensor | None:
         """The gradient of a block's own rows of an output."""
         if self.of.program.steps[number].place == GRID:
-            found = self.rows.get(number)
+            found = self.grads.get(("rows", number, 0))
             return None if found is None else found[own.rows.to(found.device)]
-        piece = self.pieces.get((number, at))
+        piece = self.grads.get(("pieces", number, at))
         first = starts[number]
         starts[number] = first + len(own.values)
         return None if piece is None else piece[first : starts[number]]
 
-    def _keep(self, key: Any, grad: torch.Tensor, rows: torch.Tensor) -> None:
-        kind, number, at = key
-        if kind == "whole":
-            _add(self.whole, (number, at), grad)
-        elif kind == "piece":
-            _add(self.pieces, (number, at), grad.cpu())
-        else:
-            source = self.of.scene.features if number == FEATURES else self.of.arrays[number]
-            if number not in self.rows:
-                wide = torch.promote_types(source.dtype, torch.float32)
-                self.rows[number] = torch.zeros(source.shape, dtype=wide, device=source.device)
-            total = self.rows[number]
-            total.index_add_(0, rows.to(total.device), grad.to(total.device, total.dtype))
+    def _keep(self, key: Key, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add what a block gives for one of its leaves; rows of the scene are those of ``rows``."""
+        if key[0] != "rows":
+            self._add(key, grad.cpu() if key[0] == "pieces" else grad)
+            return
+        if key not in self.grads:
+            source: Any = self.of.array_of(key[1])
+            wide = torch.promote_types(source.dtype, torch.float32)
+            self.grads[key] = torch.zeros(source.shape, dtype=wide, device=source.device)
+        total = self.grads[key]
+        total.index_add_(0, rows.to(total.device), grad.to(total.device, total.dtype))
+
+    def _add(self, key: Key, grad: torch.Tensor) -> None:
+        self.grads[key] = self.grads[key] + grad if key in self.grads else grad
 
     def _sum(self, found: Gradients) -> None:
         """Add what a block gives for parameters."""
         for at, grad in enumerate(found):
             if grad is not None:
-                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-                before = self.sums[at]
-                self.sums[at] = grad if before is None else before.add_(grad)
+                self._add(("sums", at, 0), grad.to(torch.promote_types(grad.dtype, torch.float32)))
 
     def _load(self, number: int, grid: VoxelGrid, rows: torch.Tensor, boxes: dict[int, IndexRange]) -> torch.Tensor:
         """What `Run.load` loads, as leaves that a gradient is found for."""
@@ -272,14 +247,14 @@ class _Backward:
         if run.array_of(number) is not None:
             loaded = run.load(number, grid, rows, boxes)
             return loaded if number == FEATURES and not self.wants else self._leaf_of(("rows", number, 0), loaded)
-        return run.load(number, grid, rows, boxes, lambda at, piece: self._leaf_of(("piece", number, at), piece))
+        return run.load(number, grid, rows, boxes, lambda at, piece: self._leaf_of(("pieces", number, at), piece))
 
     def _whole_leaf(self, number: int, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(self._leaf_of(("whole", number, at), one) for at, one in enumerate(value))
         return self._leaf_of(("whole", number, 0), value)
 
-    def _leaf_of(self, key: Any, value: torch.Tensor) -> torch.Tensor:
+    def _leaf_of(self, key: Key, value: torch.Tensor) -> torch.Tensor:
         leaf = _leaf(value)
         if leaf.requires_grad:
             self.leaves[key] = leaf
@@ -295,7 +270,3 @@ def _grad(outputs: list[torch.Tensor], inputs: list[torch.Tensor], grads: list[t
         return [None] * len(inputs)
     with torch.autocast(outputs[0].device.type, enabled=False):  # as torch's own backward pass, which casts nothing
         return list(torch.autograd.grad(outputs, inputs, grads, allow_unused=True))
-
-
-def _add(sums: dict[Any, torch.Tensor], key: Any, grad: torch.Tensor) -> None:
-    sums[key] = sums[key] + grad if key in sums else grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -145,8 +146,7 @@ class Blocks:
     def _meets(self, box: IndexRange) -> np.ndarray:
         """Which leaves may hold voxels of a box."""
         sides = np.hstack((self._starts < np.array(box.end), self._ends > np.array(box.start)))
-        there: np.ndarray = np.logical_and.reduce(sides, axis=1)
-        return there
+        return np.logical_and.reduce(sides, axis=1)
 
     def rows_in(self, box: IndexRange) -> Found:
         """The voxels in a box: those of whole leaves, one after another, and then those of leaves that it cuts."""
@@ -244,7 +244,7 @@ class Blocks:
         assert into is not None
         begin, end = span
         owner = owner.to(self.device, torch.int16 if len(ends) < 2**15 else torch.int32)
-        with OnCard(into, ends) if into.is_cuda else OnHost(into, ends, self.device) as placing:
+        with nullcontext(OnCard(into, ends)) if into.is_cuda else OnHost(into, ends, self.device) as placing:
             for at in range(begin, end, self.piece):
                 until = min(at + self.piece, end)
                 key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)

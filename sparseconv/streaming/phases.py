@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sparseconv.streaming.steps import GridStep, InputRows, OverEdges, PlanStep, Step, SubsetGrid, TargetGrid
+from sparseconv.streaming.steps import Coords, GridStep, InputRows, OverEdges, PlanStep, Step, SubsetGrid, TargetGrid
 from sparseconv.streaming.totals import Total
 
 #: the steps of the scene's own voxels and features
@@ -50,14 +50,10 @@ class Program:
             if step.is_rows:
                 assert step.place is not None
                 level = max(level, levels[step.place])
-                if not isinstance(step, InputRows):
-                    level = max(level, self._passed(step.number))
+                if not isinstance(step, InputRows):  # cuts are phases, and those that totals make as well
+                    level = max(level, sum(cut <= step.number for cut in self.cuts))
             levels.append(level)
         return levels
-
-    def _passed(self, number: int) -> int:
-        """How many cuts lie before a step, each of them one phase, and those that totals make as well."""
-        return sum(cut <= number for cut in self.cuts)
 
     def closure(self, wanted: Sequence[int], known: frozenset[int]) -> list[int]:
         """All steps that ``wanted`` takes, in order, without what ``known`` ones are made of."""
@@ -84,7 +80,8 @@ class Program:
             step = steps[number]
             for used in step.uses:
                 behind = levels[number] > levels[used] and not isinstance(step, (GridStep, PlanStep))
-                if behind and steps[used].is_rows and used != FEATURES and not self._is_cheap(used):
+                is_kept = steps[used].is_rows and used != FEATURES
+                if behind and is_kept and not isinstance(steps[used], Coords):  # which any phase's geometry has
                     crossing[used] = None
         made = []
         for level in range(max((levels[n] for n in self.needed), default=0) + 1):
@@ -96,21 +93,15 @@ class Program:
             stored = frozenset(n for n in crossing if levels[n] < level)
             found: Any = [steps[n] for n in totals]
             sources = [total.of for total in found]
-            whole = {n for n in range(len(steps)) if not self._in_blocks(n)}
+            whole = set(filter(self.is_whole, range(len(steps))))
             body = self.closure([*outputs, *sources], stored | whole)
             loaded = tuple(n for n in body if n in stored)
             made.append(Phase(tuple(body), tuple(outputs), tuple(totals), loaded))
         return made
 
-    def _in_blocks(self, number: int) -> bool:
-        """Whether a step is made in each block anew: geometry and rows, not totals and what is made of them alone."""
-        step = self.steps[number]
-        if isinstance(step, (GridStep, PlanStep)) or step.is_rows:
-            return True
-        return not self.is_whole(number)
-
     def is_whole(self, number: int) -> bool:
-        """Whether a value is one tensor of the whole scene: a total, or made of such alone."""
+        """Whether a value is one tensor of the whole scene: a total, or made of such alone. Geometry and rows are not:
+        each block makes them anew."""
         step = self.steps[number]
         if isinstance(step, Total):
             return True
@@ -127,10 +118,6 @@ class Program:
             plan: Any = self.steps[step.plan]
             return self.keeps_order(plan.source)
         return place == GRID
-
-    def _is_cheap(self, number: int) -> bool:
-        """Coordinates are found with the geometry of any phase."""
-        return type(self.steps[number]).__name__ == "Coords"
 
     @property
     def edges(self) -> list[int]:

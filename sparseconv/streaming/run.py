@@ -32,7 +32,7 @@ from sparseconv.streaming.planning import (
     too_small,
     uncertain,
 )
-from sparseconv.streaming.ranks import Ranks
+from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.scene import lexicographic
 from sparseconv.streaming.store import OwnRows, Store
 from sparseconv.streaming.totals import BatchStatistics, Total
@@ -146,7 +146,7 @@ class Run:
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
 
-    def _count(self, ranks: Ranks | None = None) -> None:
+    def _count(self, ranks: Ranks = ALONE) -> None:
         """Find the sizes of the whole scene's maps, once: blocks choose their kernels by them. Several ranks count some
         blocks each."""
         if self.sizes or not self.found:
@@ -156,8 +156,7 @@ class Run:
             steps = tuple(program.closure([*numbers, *(target_of(program, n) for n in numbers)], frozenset()))
             work = Work(program, Phase(steps, (), (), ()), {}, self.load)
             totals = torch.zeros(len(numbers), dtype=torch.int64, device=self.device)  # read once
-            first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-            for block in self.blocks.chosen(self._is_countable)[first::step]:
+            for block in self.blocks.chosen(self._is_countable)[ranks.rank :: ranks.size]:
                 root = around(program, numbers, block.box).get(GRID)
                 if root is None:
                     continue
@@ -165,8 +164,7 @@ class Run:
                 values[GRID] = self._grid(self._coords(self.blocks.rows_in(clipped(root, size)).rows))
                 work.geometry(values)
                 totals += counted(program, numbers, values, block.box, size)
-            every = [totals.tolist()] if ranks is None else ranks.heard(totals.tolist())
-            self.found.update(zip(numbers, map(sum, zip(*every))))
+            self.found.update(zip(numbers, map(sum, zip(*ranks.heard(totals.tolist())))))
         self.sizes.update(map_sizes(program, self.found))
 
     def _is_countable(self, block: Block) -> bool:
@@ -369,11 +367,10 @@ class Run:
 
     def level_of(self, number: int) -> int:
         """The phase after which a tensor of the whole scene is there."""
-        levels = [self.program.levels[number]]
         step = self.program.steps[number]
-        if not isinstance(step, Total):
-            levels = [self.level_of(used) for used in step.uses] or [0]
-        return max(levels)
+        if isinstance(step, Total):
+            return self.program.levels[number]
+        return max((self.level_of(used) for used in step.uses), default=0)
 
     def on_device(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from sparseconv.plan.within import plan_within
 from sparseconv.streaming.boxes import Scale, seen, union
 
 Box = IndexRange
+Kind = TypeVar("Kind")
 
 
 class Wants:
@@ -46,14 +47,26 @@ class Wants:
         return self.boxes
 
 
-#: whether gradients are on, and autocast of each kind of device: its dtype, and whether it is on
-Modes = tuple[bool, tuple[tuple[str, torch.dtype, bool], ...]]
+#: autocast of each kind of device: its dtype, and whether it is on
+Casts = tuple[tuple[str, torch.dtype, bool], ...]
+#: whether gradients are on, and autocast
+Modes = tuple[bool, Casts]
 
 
 def modes_now() -> Modes:
     """Those that a network may change on its way."""
     casts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda"))
     return torch.is_grad_enabled(), tuple(casts)
+
+
+@contextmanager
+def casting(casts: Casts) -> Iterator[None]:
+    """Autocast as it was where `modes_now` said so."""
+    with ExitStack() as stack:
+        for now, then in zip(modes_now()[1], casts):
+            if now != then:
+                stack.enter_context(torch.autocast(*then))
+        yield
 
 
 @dataclass(kw_only=True)
@@ -69,22 +82,21 @@ class Step:
     channels: tuple[int, ...] = ()  # sizes of a row
     dtype: torch.dtype | None = None
     modes: Modes | None = None  # where they were others than around the network
+    reads: ClassVar[tuple[str, ...]] = ()  # attributes that name a step, or None
 
     def value(self, values: Any) -> Any:
         """What `run` returns, in the modes that the network set for this step."""
         if self.modes is None:
             return self.run(values)
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.modes[0] and torch.is_grad_enabled()))
-            for now, then in zip(modes_now()[1], self.modes[1]):
-                if now != then:
-                    stack.enter_context(torch.autocast(*then))
+        grads, casts = self.modes
+        with torch.set_grad_enabled(grads and torch.is_grad_enabled()), casting(casts):
             return self.run(values)
 
     @property
     def uses(self) -> tuple[int, ...]:
         """Steps whose values `run` reads."""
-        return ()
+        named = (getattr(self, name) for name in self.reads)
+        return tuple(number for number in named if number is not None)
 
     @property
     def is_rows(self) -> bool:
@@ -126,18 +138,14 @@ class PlanStep(Step):
     is_transposed: bool
     options: dict[str, Any] = field(default_factory=dict)
     of: int | None = None
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        return tuple(n for n in (self.source, self.target, self.of) if n is not None)
+    reads = ("source", "target", "of")
 
     def sees(self, box: Box | None) -> Box | None:
         return seen(box, self.window, self.is_transposed)
 
     def run(self, values: Any) -> ConvolutionPlan:
         if self.of is not None:
-            back: ConvolutionPlan = values[self.of].transpose()
-            return back
+            return values[self.of].transpose()
         grid, options = values[self.source], dict(self.options)
         if "shape" in options:
             return plan_within(grid, options.pop("shape"), options.pop("kernel_size"), **options)
@@ -152,10 +160,7 @@ class TargetGrid(GridStep):
 
     plan: int
     same: bool  # some of the source's own voxels
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        return (self.plan,)
+    reads = ("plan",)
 
     def demand(self, box: Box, wants: Wants) -> None:
         plan: Any = wants.steps[self.plan]
@@ -164,8 +169,7 @@ class TargetGrid(GridStep):
             wants.add(plan.source, box)
 
     def run(self, values: Any) -> VoxelGrid:
-        grid: VoxelGrid = values[self.plan].target
-        return grid
+        return values[self.plan].target
 
 
 @dataclass(kw_only=True)
@@ -177,17 +181,13 @@ class MadeGrid(GridStep):
     amount: Any
     window: Window
     is_transposed: bool
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        return (self.of,)
+    reads = ("of",)
 
     def demand(self, box: Box, wants: Wants) -> None:
         wants.add(self.of, seen(box, self.window, self.is_transposed))
 
     def run(self, values: Any) -> VoxelGrid:
-        grid: VoxelGrid = getattr(values[self.of], self.method)(self.amount)
-        return grid
+        return getattr(values[self.of], self.method)(self.amount)
 
 
 @dataclass(kw_only=True)
@@ -196,10 +196,7 @@ class Masked(Step):
 
     of: int
     mask: int
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        return (self.of, self.mask)
+    reads = ("of", "mask")
 
     def demand(self, box: Box, wants: Wants) -> None:
         wants.add(self.of, box)
@@ -211,8 +208,7 @@ class SubsetGrid(Masked, GridStep):
     """The voxels of a grid that a mask keeps."""
 
     def run(self, values: Any) -> VoxelGrid:
-        grid: VoxelGrid = values[self.of].subset(values[self.mask])
-        return grid
+        return values[self.of].subset(values[self.mask])
 
 
 # ---- rows
@@ -230,13 +226,10 @@ class InputRows(Step):
 class Coords(Step):
     """Where the voxels of a grid lie, as rows."""
 
-    @property
-    def uses(self) -> tuple[int, ...]:
-        return () if self.place is None else (self.place,)
+    reads = ("place",)
 
     def run(self, values: Any) -> torch.Tensor:
-        coords: torch.Tensor = values[self.place].coords
-        return coords
+        return values[self.place].coords
 
 
 @dataclass(frozen=True)
@@ -246,23 +239,33 @@ class Ref:
     number: int
 
 
-def filled(given: Any, value_of: Callable[[int], Any]) -> Any:
-    """Arguments with values in the place of their references."""
-    if isinstance(given, Ref):
-        return value_of(given.number)
+def mapped(given: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
+    """Lists, tuples and dicts of arguments with something else in the place of those of a kind."""
+    if isinstance(given, kind):
+        return change(given)
     if isinstance(given, (list, tuple)):
-        made = [filled(one, value_of) for one in given]
+        made = [mapped(one, kind, change) for one in given]
         return made if isinstance(given, list) else type(given)(*made) if hasattr(given, "_fields") else tuple(made)
     if isinstance(given, dict):
-        return {key: filled(one, value_of) for key, one in given.items()}
+        return {key: mapped(one, kind, change) for key, one in given.items()}
     return given
+
+
+def parts_of(given: Any, kind: type[Kind]) -> list[Kind]:
+    """The arguments of a kind, in their order."""
+    found: list[Kind] = []
+    mapped(given, kind, found.append)
+    return found
+
+
+def filled(given: Any, values: Any) -> Any:
+    """Arguments with values in the place of their references."""
+    return mapped(given, Ref, lambda ref: values[ref.number])
 
 
 def references(given: Any) -> tuple[int, ...]:
     """The steps that arguments refer to, each once."""
-    found: dict[int, None] = {}
-    filled(given, lambda number: found.setdefault(number))
-    return tuple(found)
+    return tuple(dict.fromkeys(ref.number for ref in parts_of(given, Ref)))
 
 
 @dataclass(kw_only=True)
@@ -284,7 +287,7 @@ class Call(Step):
             wants.add(number, box)
 
     def run(self, values: Any) -> Any:
-        args, kwargs = filled((self.args, self.kwargs), values.__getitem__)
+        args, kwargs = filled((self.args, self.kwargs), values)
         few = LEAST_ROWS - len(args[0]) if self.pads else 0
         if few > 0:
             args = (torch.nn.functional.pad(args[0], (0, 0, 0, few)), *args[1:])
@@ -302,10 +305,7 @@ class Pick(Step):
 
     of: int
     at: int
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        return (self.of,)
+    reads = ("of",)
 
     def demand(self, box: Box, wants: Wants) -> None:
         wants.add(self.of, box)
@@ -319,8 +319,7 @@ class Kept(Masked):
     """The rows of a grid that are left in a `SubsetGrid`."""
 
     def run(self, values: Any) -> torch.Tensor:
-        rows: torch.Tensor = values[self.of][values[self.mask]]
-        return rows
+        return values[self.of][values[self.mask]]
 
 
 @dataclass(kw_only=True)
@@ -348,7 +347,7 @@ class OverEdges(Step):
 
     def run(self, values: Any) -> Any:
         plan, x = values[self.plan].with_groups(self.groups), values[self.x]
-        args, kwargs = filled((self.args, self.kwargs), values.__getitem__)
+        args, kwargs = filled((self.args, self.kwargs), values)
         if self.kind == "convolve":
             return plan.execute(x, *args, **kwargs)
         if self.kind == "sum":

@@ -21,10 +21,7 @@ class Total(Step):
 
     of: int
     grid: int
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        return (self.of,)
+    reads = ("of",)
 
     def part(self, rows: torch.Tensor, coords: torch.Tensor, batch_size: int) -> Part:
         """What rows (M, C) of voxels (M, 1+D) add to the total."""

@@ -60,12 +60,6 @@ class OnCard:
     def __init__(self, into: torch.Tensor, starts: list[int]) -> None:
         self.into, self.starts = into, torch.tensor(starts, device=into.device)
 
-    def __enter__(self) -> OnCard:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        pass
-
     def put(self, owners: torch.Tensor, source: torch.Tensor | int) -> None:
         """A piece's rows, by the owner of each: rows of ``source``, or from that number on one after another."""
         own, order = owners.sort(stable=True)

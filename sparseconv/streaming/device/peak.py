@@ -18,17 +18,14 @@ class Peak:
         return self._allocated("current")
 
     def begin(self) -> None:
-        self._before, self._marked = self._highest(), self.now()
+        self._before, self._marked = self._allocated("peak"), self.now()
 
     def mark(self) -> None:
         self._marked = max(self._marked, self.now())
 
     def most(self) -> int:
-        highest = self._highest()
+        highest = self._allocated("peak")
         return highest if highest > self._before else max(self._marked, self.now())
-
-    def _highest(self) -> int:
-        return self._allocated("peak")
 
     def _allocated(self, which: str) -> int:
         if self.device.type != "cuda":

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from sparseconv.streaming.device.ordering import on_host
+from sparseconv.streaming.steps import mapped
 
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
+Way = TypeVar("Way", bound="_Leaving")
 #: what the parts of a block leave, by the numbers of steps
 Parts = list[dict[int, Any]]
 #: bytes of pinned memory that are filled together: locking pages takes long, and torch keeps them for the next
@@ -31,6 +33,9 @@ class _Leaving:
     def __init__(self, has_thread: bool = True) -> None:
         self._writers = ThreadPoolExecutor(1, "stream-out") if has_thread else None
         self._leaving: Future[None] | None = None
+
+    def __enter__(self: Way) -> Way:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         try:
@@ -57,9 +62,6 @@ class Direct(_Leaving):
 
     Files, which wait for a disk, are written by a thread.
     """
-
-    def __enter__(self) -> Direct:
-        return self
 
     def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
         """Each item with what is prepared for it."""
@@ -98,9 +100,6 @@ class Overlapped(_Leaving):
         self._into.wait_stream(self._compute)  # what of the scene is there
         self._readers = ThreadPoolExecutor(1, "stream-in")
         self._placers = ThreadPoolExecutor(PLACERS, "stream-rows")
-
-    def __enter__(self) -> Overlapped:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         try:
@@ -153,7 +152,10 @@ class Overlapped(_Leaving):
         self._wait()
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
-            pinned = [{n: v if n in large else _each(v, self._copied) for n, v in part.items()} for part in parts]
+            pinned = [
+                {n: v if n in large else mapped(v, torch.Tensor, self._copied) for n, v in part.items()}
+                for part in parts
+            ]
             event = self._out.record_event()
 
         def kept() -> None:
@@ -217,18 +219,6 @@ def _pieces(values: torch.Tensor) -> Iterator[slice]:
     """Parts of at most ``PIECE`` bytes of rows."""
     step = max(1, PIECE // max(1, values[:1].nbytes))
     return (slice(first, first + step) for first in range(0, len(values), step))
-
-
-def _each(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Tensors within tuples, lists and dicts, each changed."""
-    if isinstance(values, torch.Tensor):
-        return change(values)
-    if isinstance(values, dict):
-        return {key: _each(one, change) for key, one in values.items()}
-    if isinstance(values, (list, tuple)):
-        made = [_each(one, change) for one in values]
-        return type(values)(*made) if hasattr(values, "_fields") else type(values)(made)
-    return values
 
 
 def pipeline_of(device: torch.device, writes_files: bool) -> Direct | Overlapped:

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sparseconv.streaming.recording.understood import asks, is_product, plain_name, tells, why_not
-from sparseconv.streaming.steps import (
-    Call,
-    Kept,
-    Pick,
-    Ref,
-    Step,
-    SubsetGrid,
-    modes_now,
-)
+from sparseconv.streaming.steps import Call, Kept, Pick, Ref, Step, SubsetGrid, mapped, modes_now, parts_of
 from sparseconv.streaming.totals import BatchStatistics, normed_rows
 
 
@@ -113,8 +105,8 @@ class Recorded(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = (*args, *(kwargs or {}).values())
-        first = next(_found(given))
+        given = tuple(args), dict(kwargs or {})
+        first = parts_of(given, Recorded)[0]
         name = plain_name(func)
         if name == "get":  # of a property
             owner: Any = func
@@ -122,22 +114,11 @@ class Recorded(torch.Tensor):
             if name == "data":
                 return first
         if asks(name):
-            plain = mapped((tuple(args), dict(kwargs or {})), lambda r: r.recording.values[r.number])
+            plain = mapped(given, Recorded, lambda one: one.recording.values[one.number])
             return func(*plain[0], **plain[1])
         if tells(func, name):
             first.recording.refuse(f"it reads the values of rows ({name})", "a streamed network must not look at them")
-        return _called(first.recording, func, name, tuple(args), dict(kwargs or {}))
-
-
-def _found(given: Any) -> Iterator[Recorded]:
-    """The recorded tensors among arguments."""
-    for one in given:
-        if isinstance(one, Recorded):
-            yield one
-        elif isinstance(one, (list, tuple)):
-            yield from _found(one)
-        elif isinstance(one, dict):
-            yield from _found(one.values())
+        return _called(first.recording, func, name, *given)
 
 
 def shares_memory(value: Any, other: torch.Tensor) -> bool:
@@ -153,12 +134,9 @@ def shares_memory(value: Any, other: torch.Tensor) -> bool:
     return bool(torch.isin(one, two).any())
 
 
-def mapped(given: Any, change: Callable[[Recorded], Any]) -> Any:
-    if isinstance(given, Recorded):
-        return change(given)
-    if isinstance(given, (list, tuple)):
-        return type(given)([mapped(one, change) for one in given])
-    return {key: mapped(one, change) for key, one in given.items()} if isinstance(given, dict) else given
+def referring(given: Any) -> Any:
+    """Arguments with references in the place of recorded tensors."""
+    return mapped(given, Recorded, lambda one: Ref(one.number))
 
 
 def _called(recording: Recording, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -180,10 +158,10 @@ def _called(recording: Recording, func: Callable[..., Any], name: str, args: tup
     if kwargs.get("out") is not None:
         recording.refuse(f"{name} writes into out=", "let it return its result")
     steps = recording.steps
-    found = list(_found((*args, *kwargs.values())))
+    found = parts_of((args, kwargs), Recorded)
     places = {steps[one.number].place for one in found} - {None}
     rows = tuple(dict.fromkeys(one.number for one in found if steps[one.number].is_rows))
-    call_args, call_kwargs = mapped((args, kwargs), lambda one: Ref(one.number))
+    call_args, call_kwargs = referring((args, kwargs))
     if len(places) > 1:
         recording.refuse(f"{name} joins rows of different voxels", "bring them onto one grid first")
     if not rows:

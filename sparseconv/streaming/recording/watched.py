@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, per_axis
 from sparseconv.geometry.window import Window
 from sparseconv.plan.arguments import checked_window
-from sparseconv.streaming.recording.record import Recorded, Recording, mapped
+from sparseconv.streaming.recording.record import Recorded, Recording, referring
 from sparseconv.streaming.steps import (
     Call,
     Coords,
@@ -56,13 +57,11 @@ class WatchedGrid(VoxelGrid):
     @property
     def real(self) -> VoxelGrid:
         """The sample's own grid."""
-        grid: VoxelGrid = self.recording.values[self.number]
-        return grid
+        return self.recording.values[self.number]
 
     @property
     def num_voxels(self) -> int:
-        count: int = self.real.num_voxels
-        return count
+        return self.real.num_voxels
 
     @property
     def device(self) -> torch.device:
@@ -223,7 +222,7 @@ class WatchedPlan:
         return Boundary.absent()
 
     def _over(self, kind: str, x: Any, *args: Any, **kwargs: Any) -> int:
-        names, options = mapped((args, kwargs), lambda one: Ref(one.number))
+        names, options = referring((args, kwargs))
         if not isinstance(x, Recorded) or self.recording.steps[x.number].place != self.source.number:
             self.recording.refuse("a plan is given rows of other voxels", "give it those of its source")
         return self.recording.add(
@@ -260,8 +259,7 @@ class WatchedPlan:
 
     def transpose(self) -> WatchedPlan:
         """The same edges reversed."""
-        back = object.__new__(WatchedPlan)
-        back.__dict__.update(self.__dict__)
+        back = copy.copy(self)
         back.source, back.target, back.is_transposed = self.target, self.source, not self.is_transposed
         step = PlanStep(
             source=back.source.number,
@@ -275,8 +273,7 @@ class WatchedPlan:
 
     def with_groups(self, groups: int) -> WatchedPlan:
         """The same edges for another number of channel groups."""
-        other = object.__new__(WatchedPlan)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.groups = groups
         return other
 
