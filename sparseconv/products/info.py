@@ -22,7 +22,7 @@ AnyInfo = TypeVar("AnyInfo", bound="Info")
 class Info:
     """What both kinds of info have in common: what is made of the columns that they are given.
 
-    What is made are plain attributes, made at once: torch.compile reads them as constants, where it cannot trace a cached
+    All of it is plain attributes, made at once: torch.compile reads them as constants, where it cannot trace a cached
     property.
     """
 
