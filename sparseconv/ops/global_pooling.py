@@ -89,5 +89,4 @@ def _by_mask(
 
 
 def _check(x: torch.Tensor, grid: VoxelGrid) -> None:
-    check_grid(grid)
     check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")

@@ -79,8 +79,6 @@ def pointwise_dynamic(
         counted = num_inputs
         if counted is None and scalar.num_parameters is not None:
             counted = scalar.num_parameters - bool(index)
-        if counted is None and is_tensor is None and dtypes is None:
-            raise ValueError(f"{own}: num_inputs is not known; give num_inputs=, is_tensor= or dtypes=")
         schema = make_schema(
             own,
             is_tensor=is_tensor,

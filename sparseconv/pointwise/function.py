@@ -18,7 +18,6 @@ from sparseconv.pointwise.schema import Schema
 from sparseconv.pointwise.strided import StridedBuffer
 from sparseconv.torch_private import dispatch_modes
 
-_PLANS_KEPT = 4096  # geometries remembered by a function
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseconv.kinds import check_tensor, described
-from sparseconv.products.info import SparseProductInfo, SparseScaleInfo
+from sparseconv.products.info import Info
 from sparseconv.products.table import Product
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,7 +27,7 @@ def check_info(name: str, argument: str, info: object, kind: type, optional: boo
         )
 
 
-def check_input(name: str, argument: str, x: torch.Tensor, info: SparseScaleInfo | SparseProductInfo) -> None:
+def check_input(name: str, argument: str, x: torch.Tensor, info: Info) -> None:
     """Raise for an input of another kind, dtype or device than the call takes."""
     check_tensor(f"{name}: {argument}", x)
     if x.dtype not in _DTYPES:
@@ -82,50 +82,19 @@ def check_shapes(row: Product, x: torch.Tensor, y: torch.Tensor) -> None:
             )
 
 
-def check_scale_sizes(x: torch.Tensor, info: SparseScaleInfo, info_backward: SparseScaleInfo | None) -> None:
-    """Raise where the rows of x are not what the infos read, or the two infos are not each other's transpose."""
-    rows = x.shape[-2]
-    _check_rows("sparse_scale", "x", rows, info.in_size, info.least_in_size)
-    if info_backward is not None:
-        least = (info_backward.least_in_size,)
-        _check_turned(
-            "sparse_scale", "info_backward", info_backward, (rows, info.num_rows), (info_backward.in_size,), least
-        )
-
-
-def check_sizes(
-    row: Product,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    info: SparseProductInfo,
-    info_backward1: SparseProductInfo | None,
-    info_backward2: SparseProductInfo | None,
-) -> None:
-    """Raise where the rows of x and y are not what the infos read, or the infos do not turn into each other."""
-    name = f"sparse_{row.name}"
-    rows1, rows2 = x.shape[x.dim() - len(row.axes1) - 1], y.shape[y.dim() - len(row.axes2) - 1]
-    _check_rows(name, "x", rows1, info.in1_size, info.least_in_sizes[0])
-    _check_rows(name, "y", rows2, info.in2_size, info.least_in_sizes[1])
-    rows = info.num_rows
-    turns = (
-        ("info_backward1", info_backward1, (rows1, rows2, rows)),
-        ("info_backward2", info_backward2, (rows2, rows, rows1)),
-    )
-    for argument, turned, sizes in turns:
+def check_sizes(name: str, rows: tuple[int, ...], info: Info, backward: dict[str, Info | None]) -> None:
+    """Raise where inputs of so many ``rows`` are not what the info reads, or the infos do not turn into each other."""
+    for argument, there, known, least in zip("xy", rows, info.in_sizes, info.least_in_sizes):
+        _check_rows(name, argument, there, known, least)
+    sides = (*rows, info.num_rows)
+    for turn, (argument, turned) in enumerate(backward.items()):
         if turned is not None:
-            known = (turned.in1_size, turned.in2_size)
-            _check_turned(name, argument, turned, sizes, known, turned.least_in_sizes)
+            _check_turned(name, argument, turned, sides[turn:] + sides[:turn])
 
 
-def _check_turned(
-    name: str,
-    argument: str,
-    info: SparseScaleInfo | SparseProductInfo,
-    rows: tuple[int, ...],
-    known: tuple[int | None, ...],
-    least: tuple[int, ...],
-) -> None:
+def _check_turned(name: str, argument: str, info: Info, rows: tuple[int, ...]) -> None:
     """``rows``: those that a backward info must write, then those of each input that it reads."""
+    known, least = info.in_sizes, info.least_in_sizes
     fits = info.num_rows == rows[0] and all(
         (size is None or size == there) and there >= needed for there, size, needed in zip(rows[1:], known, least)
     )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sparseconv.kinds import as_tensor, check_count
-from sparseconv.products.info import SparseProductInfo, SparseScaleInfo, known_right
+from sparseconv.products.info import AnyInfo, SparseProductInfo, SparseScaleInfo, known_right
 
 #: an index or a scale as a tensor, an array or a list
 Column: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | Sequence[int] | Sequence[float]
@@ -44,12 +44,8 @@ def sparse_scale_infos(
         >>> forward.seg_out.tolist(), backward.seg_out.tolist()
         ([0, 0, 2, 2], [0, 1, 1, 2])
     """
-    columns, weights = _columns({"index": (index, in_size), "index_out": (index_out, out_size)}, scale)
-    rows_in, rows_out = columns
-    return (
-        _scale_info(rows_in, rows_out, weights, out_size, in_size),
-        _scale_info(rows_out, rows_in, weights, in_size, out_size),
-    )
+    forward, backward = _turned(SparseScaleInfo, scale, 2, index=(index, in_size), index_out=(index_out, out_size))
+    return forward, backward
 
 
 def sparse_scale_info(
@@ -60,8 +56,7 @@ def sparse_scale_info(
     >>> sparse_scale_info([2, 0], [0, 1], None, 2, 3).out_size
     2
     """
-    (rows_in, rows_out), weights = _columns({"index": (index, in_size), "index_out": (index_out, out_size)}, scale)
-    return _scale_info(rows_in, rows_out, weights, out_size, in_size)
+    return _turned(SparseScaleInfo, scale, 1, index=(index, in_size), index_out=(index_out, out_size))[0]
 
 
 def sparse_product_infos(
@@ -103,12 +98,8 @@ def sparse_product_infos(
         tensor([[-2.]])
     """
     named = {"index1": (index1, in1_size), "index2": (index2, in2_size), "index_out": (index_out, out_size)}
-    (rows1, rows2, rows_out), weights = _columns(named, scale)
-    return (
-        _product_info(rows1, rows2, rows_out, weights, out_size, in1_size, in2_size),
-        _product_info(rows2, rows_out, rows1, weights, in1_size, in2_size, out_size),
-        _product_info(rows_out, rows1, rows2, weights, in2_size, out_size, in1_size),
-    )
+    forward, backward1, backward2 = _turned(SparseProductInfo, scale, 3, **named)
+    return forward, backward1, backward2
 
 
 def sparse_product_info(
@@ -126,8 +117,26 @@ def sparse_product_info(
     2
     """
     named = {"index1": (index1, in1_size), "index2": (index2, in2_size), "index_out": (index_out, out_size)}
-    (rows1, rows2, rows_out), weights = _columns(named, scale)
-    return _product_info(rows1, rows2, rows_out, weights, out_size, in1_size, in2_size)
+    return _turned(SparseProductInfo, scale, 1, **named)[0]
+
+
+def _turned(kind: type[AnyInfo], scale: Column | None, turns: int, **named: tuple[Column, int]) -> list[AnyInfo]:
+    """The info of these columns, whose last is the output's, and those of as many ``turns`` less one.
+
+    Each turn moves the first column behind the last, and the next info writes the rows that the first input had.
+    """
+    columns, weights = _columns(named, scale)
+    sizes = [size for _, size in named.values()]
+    unsorted = (None,) * (len(columns) - 1)  # neither kind has an index_out, nor a product a gather_index
+    infos = []
+    for turn in range(turns):
+        *rows_in, rows_out = columns[turn:] + columns[:turn]
+        *in_sizes, out_size = sizes[turn:] + sizes[:turn]
+        order, seg_out = _by_output(rows_out, out_size)
+        factors = None if weights is None else weights[order]
+        inputs = (rows[order] for rows in rows_in)
+        infos.append(known_right(kind, factors, *inputs, seg_out, *unsorted, out_size, *in_sizes))
+    return infos
 
 
 def _columns(
@@ -184,26 +193,3 @@ def _by_output(rows_out: torch.Tensor, out_size: int) -> tuple[torch.Tensor, tor
     if rows_out.shape[0] == out_size and torch.equal(ordered, bounds[:-1]):
         return order, None
     return order, torch.searchsorted(ordered, bounds)
-
-
-def _scale_info(
-    rows_in: torch.Tensor, rows_out: torch.Tensor, weights: torch.Tensor | None, out_size: int, in_size: int
-) -> SparseScaleInfo:
-    order, seg_out = _by_output(rows_out, out_size)
-    scale = None if weights is None else weights[order]
-    return known_right(SparseScaleInfo, scale, rows_in[order], seg_out, None, out_size, in_size)
-
-
-def _product_info(
-    rows1: torch.Tensor,
-    rows2: torch.Tensor,
-    rows_out: torch.Tensor,
-    weights: torch.Tensor | None,
-    out_size: int,
-    in1_size: int,
-    in2_size: int,
-) -> SparseProductInfo:
-    order, seg_out = _by_output(rows_out, out_size)
-    scale = None if weights is None else weights[order]
-    columns = (scale, rows1[order], rows2[order], seg_out, None, None)
-    return known_right(SparseProductInfo, *columns, out_size, in1_size, in2_size)

@@ -13,7 +13,6 @@ from sparseconv.products.arguments import (
     check_info,
     check_input,
     check_out,
-    check_scale_sizes,
     check_shapes,
     check_sizes,
     out_shape,
@@ -52,7 +51,7 @@ class SparseScale:
             raise ValueError(
                 f"{name} takes x of shape (N, M, C), or (M, C) without a batch, but got shape {tuple(input.shape)}"
             )
-        check_scale_sizes(input, info_fwd, info_bwd)
+        check_sizes(name, (input.shape[-2],), info_fwd, {"info_backward": info_bwd})
         if info_bwd is None and out is None:
             check_backward(name, "x", input, "info_backward", "sparse_scale_infos")
         infos = info_fwd.terms, None if info_bwd is None else info_bwd.terms
@@ -88,7 +87,8 @@ class SparseProduct:
         check_input(name, "x", input1, info_fwd)
         check_input(name, "y", input2, info_fwd)
         check_shapes(row, input1, input2)
-        check_sizes(row, input1, input2, info_fwd, info_bwd1, info_bwd2)
+        rows = input1.shape[input1.dim() - len(row.axes1) - 1], input2.shape[input2.dim() - len(row.axes2) - 1]
+        check_sizes(name, rows, info_fwd, {"info_backward1": info_bwd1, "info_backward2": info_bwd2})
         if info_bwd1 is None and out is None:
             check_backward(name, "x", input1, "info_backward1", "sparse_product_infos")
         if info_bwd2 is None and out is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.products.arguments import out_shape
 from sparseconv.products.execute import execute_product, execute_scale, settle, turn
 from sparseconv.products.table import PRODUCTS, Derivative
 from sparseconv.products.terms import ABSENT, Terms, pack, unpack
@@ -88,15 +89,7 @@ def _product_fake(
     product: str,
     out_accumulated: bool,
 ) -> torch.Tensor:
-    row = PRODUCTS[product]
-    dense = dict(zip(row.axes1, x.shape[x.dim() - len(row.axes1) :]))
-    dense.update(zip(row.axes2, y.shape[y.dim() - len(row.axes2) :]))
-    shape = [out_sizes[0], *(dense[axis] for axis in row.axes_out)]
-    if not out_accumulated:
-        if x.dim() == len(row.axes1) + 2:
-            shape = [x.shape[0], *shape]
-        elif y.dim() == len(row.axes2) + 2:
-            shape = [y.shape[0], *shape]
+    shape = out_shape(PRODUCTS[product], x, y, out_sizes[0], out_accumulated)
     return torch.empty(shape, dtype=torch.promote_types(x.dtype, y.dtype), device=x.device)
 
 

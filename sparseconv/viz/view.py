@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from jaxtyping import Shaped
     from matplotlib.figure import Figure
 
-MOST_DOTS = 40_000
-
 
 @dataclass(frozen=True)
 class View:
@@ -214,7 +212,7 @@ def _cloud(
     widest = max(grid.extent.shape, default=1)
     size = float(np.clip((0.6 * 72 * figure.get_figheight() / max(1, widest)) ** 2, 0.8, 60))  # points^2 of a voxel
     zoom = 0.95 if 2 * max(grid.extent.shape[-1:], default=1) < widest else 0.82  # a tall box needs room for its labels
-    shared: dict[str, Any] = {"unit": unit, "most": MOST_DOTS, "s": size, "zoom": zoom}
+    shared: dict[str, Any] = {"unit": unit, "s": size, "zoom": zoom}
     if colours is not None:
         from matplotlib.colors import ListedColormap
 

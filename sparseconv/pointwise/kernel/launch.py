@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,18 +23,8 @@ from sparseconv.torch_private import current_device, current_stream
 
 _ALIGNMENT = 16
 
-
-class Array(Protocol):
-    """What a kernel needs of an operand; a tensor and a StridedBuffer both have it."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    def stride(self) -> tuple[int, ...]: ...
-    def data_ptr(self) -> int: ...
+#: what a kernel takes as an operand
+Array = torch.Tensor | StridedBuffer
 
 
 @dataclass(frozen=True)
@@ -53,10 +43,10 @@ class Launch:
         if self.device < 0:
             self.start(None, *inputs, *numbers, *outputs, *self.tail)
         elif self.device == current_device():
-            self.start(_stream(self.device), *inputs, *numbers, *outputs, *self.tail)
+            self.start(current_stream(self.device), *inputs, *numbers, *outputs, *self.tail)
         else:
             with torch.cuda.device(self.device):
-                self.start(_stream(self.device), *inputs, *numbers, *outputs, *self.tail)
+                self.start(current_stream(self.device), *inputs, *numbers, *outputs, *self.tail)
 
     def on(self, args: Sequence[Any], outputs: Sequence[Any], schema: Schema) -> None:
         """Run on the arguments of a call."""
@@ -64,10 +54,6 @@ class Launch:
         self(
             [address(args[i]) for i in schema.tensors], [args[i] for i in schema.scalars], [address(a) for a in outputs]
         )
-
-
-def _stream(device: int) -> int:
-    return current_stream(device)
 
 
 def _first_element(array: Any) -> torch.Tensor:
@@ -89,11 +75,6 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
             + ("; pass torch.view_as_real(x), or the real and imaginary part" if dtype.is_complex else "")
         )
     return getattr(tl, name)
-
-
-@cache
-def _itemsize(dtype: torch.dtype) -> int:
-    return torch.empty(0, dtype=dtype).element_size()
 
 
 class Overload:
@@ -230,7 +211,7 @@ def task_space(
     """The task space of a call; the index, if the function takes one, is an operand with row-major strides."""
     if schema.index:
         geometry = [*geometry, layout.contiguous_strides(shape)]
-    itemsize = max(_itemsize(a.dtype) for a in outputs)
+    itemsize = max(a.dtype.itemsize for a in outputs)
     reach = 0
     for i, _ in schema.gather:
         reach = max(reach, sum((n - 1) * abs(s) for n, s in zip(inputs[i].shape, inputs[i].stride())))

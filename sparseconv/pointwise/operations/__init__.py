@@ -1,5 +1,6 @@
 """Operations made with `pointwise_dynamic`, each with its twin for CPU tensors and its derivatives."""
 
+# ruff: noqa: F401  sparseconv.pointwise lists these names
 from __future__ import annotations
 
 from sparseconv.pointwise.operations.activations import (
@@ -21,30 +22,3 @@ from sparseconv.pointwise.operations.batch import batch_affine
 from sparseconv.pointwise.operations.fused import bias_activation, chain
 from sparseconv.pointwise.operations.gated import swiglu
 from sparseconv.pointwise.operations.seeded import dropout
-
-__all__ = [
-    "add",
-    "batch_affine",
-    "bias_activation",
-    "chain",
-    "clamp",
-    "copy",
-    "div",
-    "dropout",
-    "elu",
-    "flip",
-    "gelu",
-    "gelu_tanh",
-    "hardswish",
-    "leaky_relu",
-    "mish",
-    "mul",
-    "relu",
-    "sigmoid",
-    "silu",
-    "softplus",
-    "sub",
-    "swiglu",
-    "tanh",
-    "where",
-]

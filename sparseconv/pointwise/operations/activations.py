@@ -46,6 +46,30 @@ def _make(
     )
 
 
+def _with_slope(
+    name: str,
+    reference: Callable[..., Any],
+    first: Callable[..., Any],
+    bend: PointwiseDynamicFunction | None = None,
+    *,
+    numbers: int = 0,
+    defaults: Sequence[float] = (),
+    promoted: Sequence[int] | None = None,
+    doc: str,
+) -> tuple[PointwiseDynamicFunction, PointwiseDynamicFunction]:
+    """f(x, ...) and grad * f'(x, ...); ``bend`` is grad * f''(x, ...), None where that is 0."""
+    named = [f"in{i}" for i in range(1, numbers + 2)]
+    derivative = {0: Derivative(lambda g, *rest: slope(g, *rest), "grad0", *named)}
+    if bend is not None:
+        derivative[1] = Derivative(lambda g, grad, *rest: bend(multiply(g, grad), *rest), "grad0", "in0", *named)
+    slope_doc = f"grad * {name}'(x), the gradient of {name}."
+    slope = _make(f"{name}_grad", first, derivative, tensors=2, numbers=numbers, doc=slope_doc)
+    arguments = [f"in{i}" for i in range(numbers + 1)]
+    derivative = {0: Derivative(slope, "grad0", *arguments)}
+    value = _make(name, reference, derivative, numbers=numbers, defaults=defaults, promoted=promoted, doc=doc)
+    return value, slope
+
+
 def _family(
     name: str,
     reference: Callable[..., Any],
@@ -57,31 +81,9 @@ def _family(
 ) -> tuple[PointwiseDynamicFunction, PointwiseDynamicFunction, PointwiseDynamicFunction]:
     """f(x, ...), grad * f'(x, ...) and grad * f''(x, ...); the last is differentiated through its twin."""
     numbers = len(parameters)
-    named = [f"in{i}" for i in range(1, numbers + 2)]
-    bend = _make(
-        f"{name}_grad2", second, None, tensors=2, numbers=numbers, doc=f"grad * {name}''(x), the slope of its gradient."
-    )
-    slope = _make(
-        f"{name}_grad",
-        first,
-        {
-            0: Derivative(lambda g, *rest: slope(g, *rest), "grad0", *named),
-            1: Derivative(lambda g, grad, *rest: bend(multiply(g, grad), *rest), "grad0", "in0", *named),
-        },
-        tensors=2,
-        numbers=numbers,
-        doc=f"grad * {name}'(x), the gradient of {name}.",
-    )
-    arguments = [f"in{i}" for i in range(numbers + 1)]
-    value = _make(
-        name,
-        reference,
-        {0: Derivative(slope, "grad0", *arguments)},
-        numbers=numbers,
-        defaults=parameters,
-        doc=doc,
-    )
-    return value, slope, bend
+    bend_doc = f"grad * {name}''(x), the slope of its gradient."
+    bend = _make(f"{name}_grad2", second, None, tensors=2, numbers=numbers, doc=bend_doc)
+    return *_with_slope(name, reference, first, bend, numbers=numbers, defaults=parameters, doc=doc), bend
 
 
 relu_grad: PointwiseDynamicFunction = _make(
@@ -101,18 +103,10 @@ relu: PointwiseDynamicFunction = _make(
     tensor([0., 2.])""",
 )
 
-leaky_relu_grad: PointwiseDynamicFunction = _make(
-    "leaky_relu_grad",
-    lambda grad, x, slope: torch.where(x > 0, grad, grad * slope),
-    {0: Derivative(lambda g, x, slope: leaky_relu_grad(g, x, slope), "grad0", "in1", "in2")},
-    tensors=2,
-    numbers=1,
-    doc="grad where x > 0, else slope * grad.",
-)
-leaky_relu: PointwiseDynamicFunction = _make(
+leaky_relu, leaky_relu_grad = _with_slope(
     "leaky_relu",
     F.leaky_relu,
-    {0: Derivative(leaky_relu_grad, "grad0", "in0", "in1")},
+    lambda grad, x, slope: torch.where(x > 0, grad, grad * slope),
     numbers=1,
     defaults=(0.01,),
     doc="""leaky_relu(x, slope=0.01): x where x > 0, else slope * x.
@@ -311,24 +305,11 @@ hardswish, hardswish_grad, hardswish_grad2 = _family(
 def _clamps(
     name: str, numbers: int, reference: Callable[..., Any], inside: Callable[..., Any]
 ) -> PointwiseDynamicFunction:
-    named = [f"in{i}" for i in range(1, numbers + 2)]
-    slope = _make(
-        f"{name}_grad",
-        lambda grad, x, *bounds: torch.where(inside(x, *bounds), grad, torch.zeros_like(grad)),
-        {0: Derivative(lambda g, *rest: slope(g, *rest), "grad0", *named)},
-        tensors=2,
-        numbers=numbers,
-        doc=f"grad where {name} leaves x as it is, else 0.",
-    )
-    arguments = [f"in{i}" for i in range(numbers + 1)]
-    return _make(
-        name,
-        reference,
-        {0: Derivative(slope, "grad0", *arguments)},
-        numbers=numbers,
-        promoted=range(numbers + 1),
-        doc=f"{name}(x, *bounds): x held within its bounds.",
-    )
+    def slope(grad: torch.Tensor, x: torch.Tensor, *bounds: float) -> torch.Tensor:
+        return torch.where(inside(x, *bounds), grad, torch.zeros_like(grad))
+
+    doc = f"{name}(x, *bounds): x held within its bounds."
+    return _with_slope(name, reference, slope, numbers=numbers, promoted=range(numbers + 1), doc=doc)[0]
 
 
 clamp_both: PointwiseDynamicFunction = _clamps("clamp", 2, torch.clamp, lambda x, low, high: (x >= low) & (x <= high))

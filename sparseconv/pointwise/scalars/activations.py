@@ -3,10 +3,8 @@
 import triton
 import triton.language as tl
 
-from sparseconv.pointwise.scalars.elementary import expm1, normal_cdf, normal_pdf
-from sparseconv.pointwise.scalars.elementary import sigmoid as logistic
+from sparseconv.pointwise.scalars.elementary import expm1, normal_cdf, normal_pdf, sigmoid, tanh  # noqa: F401
 from sparseconv.pointwise.scalars.elementary import softplus as softplus_of
-from sparseconv.pointwise.scalars.elementary import tanh as tanh_of
 
 
 @triton.jit
@@ -45,11 +43,6 @@ def elu_grad2(grad, x, alpha):
 
 
 @triton.jit
-def sigmoid(x):
-    return logistic(x)
-
-
-@triton.jit
 def sigmoid_grad(grad, y):
     return grad * y * (1.0 - y)
 
@@ -57,11 +50,6 @@ def sigmoid_grad(grad, y):
 @triton.jit
 def sigmoid_grad_slope(grad, y):
     return grad * (1.0 - 2.0 * y)
-
-
-@triton.jit
-def tanh(x):
-    return tanh_of(x)
 
 
 @triton.jit
@@ -83,29 +71,29 @@ def softplus(x, beta, threshold):
 @triton.jit
 def softplus_grad(grad, x, beta, threshold):
     z = x * beta
-    return tl.where(z > threshold, grad, grad * logistic(z))
+    return tl.where(z > threshold, grad, grad * sigmoid(z))
 
 
 @triton.jit
 def softplus_grad2(grad, x, beta, threshold):
-    s = logistic(x * beta)
+    s = sigmoid(x * beta)
     return tl.where(x * beta > threshold, 0.0, grad * beta * s * (1.0 - s))
 
 
 @triton.jit
 def silu(x):
-    return x * logistic(x)
+    return x * sigmoid(x)
 
 
 @triton.jit
 def silu_grad(grad, x):
-    s = logistic(x)
+    s = sigmoid(x)
     return grad * s * (1.0 + x * (1.0 - s))
 
 
 @triton.jit
 def silu_grad2(grad, x):
-    s = logistic(x)
+    s = sigmoid(x)
     return grad * s * (1.0 - s) * (2.0 + x * (1.0 - 2.0 * s))
 
 
@@ -127,19 +115,19 @@ def gelu_grad2(grad, x):
 @triton.jit
 def gelu_tanh(x):
     # 0.5 (1 + tanh(u)) is the logistic function of 2 u, which has no cancellation for negative u
-    return x * logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def gelu_tanh_grad(grad, x):
-    s = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     return grad * s * (1.0 + x * (1.0 - s) * slope)
 
 
 @triton.jit
 def gelu_tanh_grad2(grad, x):
-    s = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     bend = 0.4281288976356015 * x  # the second derivative of the argument
     return grad * s * (1.0 - s) * (2.0 * slope + x * (bend + (1.0 - 2.0 * s) * slope * slope))
@@ -176,13 +164,13 @@ def mish(x):
 @triton.jit
 def mish_grad(grad, x):
     w = tanh_softplus(x)
-    return grad * (w + x * (1.0 - w * w) * logistic(x))
+    return grad * (w + x * (1.0 - w * w) * sigmoid(x))
 
 
 @triton.jit
 def mish_grad2(grad, x):
     w = tanh_softplus(x)
-    s = logistic(x)
+    s = sigmoid(x)
     slope = (1.0 - w * w) * s
     return grad * (2.0 * slope + x * slope * (1.0 - s - 2.0 * w * s))
 

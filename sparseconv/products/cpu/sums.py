@@ -139,7 +139,8 @@ def _pieces(seg_out: torch.Tensor | None, positions: int, formulation: Formulati
     cuts = torch.unique_consecutive(torch.searchsorted(weight[:-1], targets, right=True) - 1)
     cuts = torch.cat([cuts, torch.tensor([segments])])
     found = []
-    for low, high, begin, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), *_spans(seg_out[cuts])):
+    segments_of, terms_of = (itertools.pairwise(ends.tolist()) for ends in (cuts, seg_out[cuts]))
+    for (low, high), (begin, end) in zip(segments_of, terms_of):
         if end - begin <= 2 * length:
             found.append(Piece(begin, end, low, high, True))
             continue
@@ -148,11 +149,6 @@ def _pieces(seg_out: torch.Tensor | None, positions: int, formulation: Formulati
             edges = torch.searchsorted(seg_out, torch.tensor([first, last], dtype=seg_out.dtype), right=True)
             found.append(Piece(first, last, max(int(edges[0]) - 1, low), min(int(edges[1]), high), False))
     return found
-
-
-def _spans(bounds: torch.Tensor) -> tuple[list[int], list[int]]:
-    values = bounds.tolist()
-    return values[:-1], values[1:]
 
 
 def _clear(out: torch.Tensor, pieces: list[Piece], everything: bool) -> None:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.products.gpu.segments import row_strides, sum_dtype
+from sparseconv.products.gpu.segments import flags, row_strides, sum_dtype, term_rows
 from sparseconv.products.terms import Terms
 
 
@@ -49,11 +49,8 @@ def batch_vectors(
         HAS_Y=y is not None,
         X_VECTOR=x.dim() == 3,
         Y_VECTOR=y is not None and y.dim() == 3,
-        HAS_SCALE=terms.scale is not None,
-        HAS_INDEX1=terms.index1 is not None,
-        HAS_INDEX2=terms.index2 is not None,
+        **flags(terms),
         HAS_SEGMENTS=terms.seg_out is not None,
-        HAS_GATHER=terms.gather_index is not None,
         HAS_INDEX_OUT=terms.index_out is not None,
         INNER=inner,
         BATCH_SUM=batch_sum,
@@ -85,11 +82,8 @@ def batch_vecmat(x: torch.Tensor, y: torch.Tensor, terms: Terms, out: torch.Tens
         *row_strides(x, 3),
         *row_strides(y, 4)[1:],
         *row_strides(out, 3),
-        HAS_SCALE=terms.scale is not None,
-        HAS_INDEX1=terms.index1 is not None,
-        HAS_INDEX2=terms.index2 is not None,
+        **flags(terms),
         HAS_SEGMENTS=terms.seg_out is not None,
-        HAS_GATHER=terms.gather_index is not None,
         HAS_INDEX_OUT=terms.index_out is not None,
         UPCAST=x.dtype != y.dtype,
         PRECISION=precision,
@@ -113,29 +107,6 @@ def _segment_span(segment, seg_ptr, index_out_ptr, HAS_SEGMENTS: tl.constexpr, H
         begin = tl.load(seg_ptr + segment).to(tl.int64)
         end = tl.load(seg_ptr + segment + 1).to(tl.int64)
     return begin, end, row
-
-
-@triton.jit
-def _term_rows(
-    k,
-    index1_ptr,
-    index2_ptr,
-    gather_ptr,
-    HAS_INDEX1: tl.constexpr,
-    HAS_INDEX2: tl.constexpr,
-    HAS_GATHER: tl.constexpr,
-):
-    """The term at position k, and the rows of the inputs that meet in it."""
-    t = k
-    if HAS_GATHER:
-        t = tl.load(gather_ptr + k).to(tl.int64)
-    row1 = t
-    if HAS_INDEX1:
-        row1 = tl.load(index1_ptr + t).to(tl.int64)
-    row2 = t
-    if HAS_INDEX2:
-        row2 = tl.load(index2_ptr + t).to(tl.int64)
-    return t, row1, row2
 
 
 @triton.jit
@@ -194,7 +165,7 @@ def _batch_kernel(
         begin, end, row = _segment_span(segment, seg_ptr, index_out_ptr, HAS_SEGMENTS, HAS_INDEX_OUT)
         acc = tl.zeros([BLOCK_N, BLOCK_C], dtype=ACC)
         for k in range(begin, end):
-            t, row1, row2 = _term_rows(k, index1_ptr, index2_ptr, gather_ptr, HAS_INDEX1, HAS_INDEX2, HAS_GATHER)
+            t, row1, row2 = term_rows(k, None, index1_ptr, index2_ptr, gather_ptr, HAS_INDEX1, HAS_INDEX2, HAS_GATHER)
             factor = 1.0
             if HAS_SCALE:
                 factor = tl.load(scale_ptr + t).to(ACC)
@@ -275,7 +246,7 @@ def _vecmat_kernel(
     begin, end, row = _segment_span(segment, seg_ptr, index_out_ptr, HAS_SEGMENTS, HAS_INDEX_OUT)
     acc = tl.zeros([BLOCK_N, BLOCK_B], dtype=tl.float32)
     for k in range(begin, end):
-        t, row1, row2 = _term_rows(k, index1_ptr, index2_ptr, gather_ptr, HAS_INDEX1, HAS_INDEX2, HAS_GATHER)
+        t, row1, row2 = term_rows(k, None, index1_ptr, index2_ptr, gather_ptr, HAS_INDEX1, HAS_INDEX2, HAS_GATHER)
         total = tl.zeros([BLOCK_N, BLOCK_B], dtype=tl.float32)
         for first in range(0, size_a, BLOCK_A):
             a = first + tl.arange(0, BLOCK_A)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.products.gpu.segments import join_pieces, row_strides, sum_dtype
+from sparseconv.products.gpu.segments import flags, join_pieces, row_strides, sum_dtype, term_rows
 from sparseconv.products.schedule import WorkItems
 from sparseconv.products.terms import Terms
 
@@ -52,10 +52,7 @@ def sum_matrices(
         *row_strides(out, 4),
         partial.stride(0),
         partial.stride(1),
-        HAS_SCALE=terms.scale is not None,
-        HAS_INDEX1=terms.index1 is not None,
-        HAS_INDEX2=terms.index2 is not None,
-        HAS_GATHER=terms.gather_index is not None,
+        **flags(terms),
         OUTER=outer,
         DOT=dot,
         OVER_BATCH=over_batch,
@@ -132,15 +129,9 @@ def _matrix_kernel(
         if OVER_BATCH:
             # the batch is the axis that the product sums: a strip of it for each part
             for k in range(begin, end):
-                t = k
-                if HAS_GATHER:
-                    t = tl.load(gather_ptr + k).to(tl.int64)
-                row1 = t
-                if HAS_INDEX1:
-                    row1 = tl.load(index1_ptr + t).to(tl.int64)
-                row2 = t
-                if HAS_INDEX2:
-                    row2 = tl.load(index2_ptr + t).to(tl.int64)
+                t, row1, row2 = term_rows(
+                    k, None, index1_ptr, index2_ptr, gather_ptr, HAS_INDEX1, HAS_INDEX2, HAS_GATHER
+                )
                 total = tl.zeros([BLOCK_A, BLOCK_B], dtype=ACC)
                 for first in range(part * BLOCK_K, batch, parts * BLOCK_K):
                     n = (first + lanes).to(tl.int64)
@@ -165,15 +156,9 @@ def _matrix_kernel(
                     for k in range(begin, end, BLOCK_K):
                         at = k + lanes
                         live = at < end
-                        t = at
-                        if HAS_GATHER:
-                            t = tl.load(gather_ptr + at, mask=live, other=0).to(tl.int64)
-                        row1 = t
-                        if HAS_INDEX1:
-                            row1 = tl.load(index1_ptr + t, mask=live, other=0).to(tl.int64)
-                        row2 = t
-                        if HAS_INDEX2:
-                            row2 = tl.load(index2_ptr + t, mask=live, other=0).to(tl.int64)
+                        t, row1, row2 = term_rows(
+                            at, live, index1_ptr, index2_ptr, gather_ptr, HAS_INDEX1, HAS_INDEX2, HAS_GATHER
+                        )
                         x_at = x_n + row1[None, :] * stride_x_m + a[:, None] * stride_x_a
                         y_at = y_n + row2[:, None] * stride_y_m + b[None, :] * stride_y_0
                         x = tl.load(x_at, mask=in_a[:, None] & live[None, :], other=0.0)
@@ -185,15 +170,9 @@ def _matrix_kernel(
                         acc = tl.dot(x, y, acc, input_precision=PRECISION)
                 else:
                     for k in range(begin, end):
-                        t = k
-                        if HAS_GATHER:
-                            t = tl.load(gather_ptr + k).to(tl.int64)
-                        row1 = t
-                        if HAS_INDEX1:
-                            row1 = tl.load(index1_ptr + t).to(tl.int64)
-                        row2 = t
-                        if HAS_INDEX2:
-                            row2 = tl.load(index2_ptr + t).to(tl.int64)
+                        t, row1, row2 = term_rows(
+                            k, None, index1_ptr, index2_ptr, gather_ptr, HAS_INDEX1, HAS_INDEX2, HAS_GATHER
+                        )
                         x_row = x_n + row1 * stride_x_m
                         y_row = y_n + row2 * stride_y_m
                         if OUTER:

@@ -51,10 +51,7 @@ def sum_rows(
         HAS_Y=y is not None,
         X_VECTOR=x.dim() == 3,
         Y_VECTOR=y is not None and y.dim() == 3,
-        HAS_SCALE=terms.scale is not None,
-        HAS_INDEX1=terms.index1 is not None,
-        HAS_INDEX2=terms.index2 is not None,
-        HAS_GATHER=terms.gather_index is not None,
+        **flags(terms),
         HAS_ITEMS=items is not None,
         SUMMED=work is not None,
         INNER=inner,
@@ -92,12 +89,49 @@ def sum_dtype(x: torch.Tensor, y: torch.Tensor | None) -> torch.dtype:
     return torch.float64 if double else torch.float32
 
 
+def flags(terms: Terms) -> dict[str, bool]:
+    """Which columns a kernel has to read for each term."""
+    return {
+        "HAS_SCALE": terms.scale is not None,
+        "HAS_INDEX1": terms.index1 is not None,
+        "HAS_INDEX2": terms.index2 is not None,
+        "HAS_GATHER": terms.gather_index is not None,
+    }
+
+
 def row_strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
     """Strides over (batch, row, dense...): 0 for a batch of one, which all share, and for axes that are not there."""
     if tensor is None:
         return (0,) * rank
     strides = [0 if tensor.shape[0] == 1 else tensor.stride(0), *tensor.stride()[1:]]
     return (*strides, *[0] * (rank - len(strides)))
+
+
+@triton.jit
+def term_rows(
+    k, live, index1_ptr, index2_ptr, gather_ptr,
+    HAS_INDEX1: tl.constexpr, HAS_INDEX2: tl.constexpr, HAS_GATHER: tl.constexpr,
+):  # fmt: skip
+    """The terms at positions k, and the rows of the inputs that meet in them; ``live``: which there are, None: all."""
+    t = k
+    if HAS_GATHER:
+        t = _index(gather_ptr + k, live)
+    row1 = t
+    if HAS_INDEX1:
+        row1 = _index(index1_ptr + t, live)
+    row2 = t
+    if HAS_INDEX2:
+        row2 = _index(index2_ptr + t, live)
+    return t, row1, row2
+
+
+@triton.jit
+def _index(at, live):
+    if live is None:
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=live, other=0)
+    return found.to(tl.int64)
 
 
 @triton.jit
@@ -169,15 +203,7 @@ def _vector_kernel(
             ahead = begin[:, None] + k + lanes[None, :]
             at = tl.reshape(ahead, [GROUP * BLOCK_T])
             live = tl.reshape(ahead < end[:, None], [GROUP * BLOCK_T])
-            t = at
-            if HAS_GATHER:
-                t = tl.load(gather_ptr + at, mask=live, other=0).to(tl.int64)
-            row1 = t
-            if HAS_INDEX1:
-                row1 = tl.load(index1_ptr + t, mask=live, other=0).to(tl.int64)
-            row2 = t
-            if HAS_INDEX2:
-                row2 = tl.load(index2_ptr + t, mask=live, other=0).to(tl.int64)
+            t, row1, row2 = term_rows(at, live, index1_ptr, index2_ptr, gather_ptr, HAS_INDEX1, HAS_INDEX2, HAS_GATHER)
             if HAS_SCALE:
                 factor = tl.load(scale_ptr + t, mask=live, other=0.0).to(ACC)
             for tile in range(tile_c, tile_c + tiles):
