@@ -236,7 +236,6 @@ CALL_THEMSELVES = {
     "geometry/other_voxels.py: along",
     "gpu/launcher.py: launch",
     "nn/capturing/answer.py: walk",
-    "plan/plan_set.py: spell",
 }
 
 
