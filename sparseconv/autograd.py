@@ -299,7 +299,7 @@ class _WeightGradient(_Linear):
         return grad_x, grad_grad, None
 
 
-def below(name: str, run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor | None], args: tuple) -> Any:
+def below(name: str, run: Callable[..., torch.Tensor], tensors: Sequence[Any], args: tuple) -> Any:
     """An operator without its derivative; past the dispatcher where nobody listens."""
     if below_autograd is None or is_direct(*tensors):
         return run(*args)

@@ -66,13 +66,9 @@ def unit_of(work: Work, *strides: int) -> int:
     return unit if work.aligned and not any(stride % unit for stride in strides) else 1
 
 
-#: torch.backends.cuda.matmul.allow_tf32 without its look for a name, which takes a microsecond
-_allows_tf32 = allows_tf32
-
-
 def precision_of(dtype: torch.dtype) -> str:
     """How products of fp32 numbers are taken, by torch's own switch; halves have one way only."""
-    return "tf32" if dtype != torch.float32 or _allows_tf32() else "ieee"
+    return "tf32" if dtype != torch.float32 or allows_tf32() else "ieee"
 
 
 @functools.cache
