@@ -16,7 +16,8 @@ scene.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -102,11 +103,30 @@ def checked_weight_gradient(
     return _weight_gradient(x, grad, edges, taps, groups, backend)
 
 
-def gradients(
-    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, edges: int, groups: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    kernel_map = map_of(edges)
-    return serving_backend(kernel_map, x, weight.shape, groups, backend).gradients(x, weight, grad, kernel_map, groups)
+def both_gradients(
+    needs: tuple[bool, bool],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    edges: int,
+    sizes: tuple[int, int],
+    groups: int,
+    backend: str,
+    adjoint: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dL/dx and dL/dw, as far as they are wanted, from dL/dy; ``sizes``: the rows of x and the taps."""
+    (of_x, of_weight), (rows, taps) = needs, sizes
+    if of_x and of_weight and not adjoint and is_last(grad, x, weight):
+        kernel_map = map_of(edges)
+        serving = serving_backend(kernel_map, x, weight.shape, groups, backend)
+        return serving.gradients(x, weight, grad, kernel_map, groups)
+    grad_x = grad_weight = None
+    if of_weight:  # first: its partial sums then lie where the input gradient will be
+        fine, coarse = (grad, x) if adjoint else (x, grad)
+        grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
+    if of_x:
+        grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
+    return grad_x, grad_weight
 
 
 #: types of plain tensors, which no subclass or mode intercepts, and of absent ones
@@ -210,10 +230,23 @@ class _Linear(torch.autograd.Function):
 
     @classmethod
     def run(cls, *args: Any) -> torch.Tensor:
-        if below_autograd is None or is_direct(*args[: cls.num_tensors]):
-            return cls.checked(*args)
-        with below_autograd():
-            return getattr(torch.ops.sparseconv, cls.name)(*args)
+        return below(cls.name, cls.checked, args[: cls.num_tensors], args)
+
+    @classmethod
+    def forward(cls, *args: Any) -> torch.Tensor:
+        return cls.run(*args[:-1], *args[-1])
+
+    @classmethod
+    def setup_context(cls, ctx: Any, inputs: tuple, output: torch.Tensor | None) -> None:
+        one, other, *_, ctx.call = inputs
+        of_one, of_other, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(one if of_other else None, other if of_one else None)
+        if transforms.present():
+            ctx.save_for_forward(one, other)
+        ctx.sizes = one.shape[0], other.shape[0]
+        ctx.kernel_map = kernel_map = alive(ctx.call[0])
+        if cls is _Convolution and of_other and kernel_map is not None:
+            kernel_map.list_pairs()
 
     @classmethod
     def jvp(cls, ctx: Any, *tangents: Any) -> torch.Tensor:
@@ -242,55 +275,17 @@ class _Convolution(_Linear):
     kernel, checked = staticmethod(_convolution), staticmethod(checked_convolution)
 
     @staticmethod
-    def forward(*args: Any) -> torch.Tensor:
-        return _Convolution.run(*args[:-1], *args[-1])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, weight, _, ctx.call = inputs
-        of_x, of_weight, _, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        if transforms.present():
-            ctx.save_for_forward(x, weight)
-        ctx.sizes = x.shape[0], weight.shape[0]
-        ctx.kernel_map = kernel_map = alive(ctx.call[0])
-        if of_weight and kernel_map is not None:
-            kernel_map.list_pairs()
-
-    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        (edges, _, groups, adjoint, backend), (of_x, of_weight, of_bias, _) = ctx.call, ctx.needs_input_grad
-        grad_x = grad_weight = None
-        if of_x and of_weight and not adjoint and is_last(grad, x, weight):
-            grad_x, grad_weight = gradients(x, weight, grad, edges, groups, backend)
-        else:
-            rows, taps = ctx.sizes
-            if of_weight:  # first: its partial sums then lie where the input gradient will be
-                fine, coarse = (grad, x) if adjoint else (x, grad)
-                grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
-            if of_x:
-                grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
-        return grad_x, grad_weight, grad.sum(0) if of_bias else None, None
+        edges, _, groups, adjoint, backend = ctx.call
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        pair = both_gradients((of_x, of_weight), x, weight, grad, edges, ctx.sizes, groups, backend, adjoint)
+        return *pair, grad.sum(0) if of_bias else None, None
 
 
 class _WeightGradient(_Linear):
     name, num_tensors = "weight_gradient", 2
     kernel, checked = staticmethod(_weight_gradient), staticmethod(checked_weight_gradient)
-
-    @staticmethod
-    def forward(*args: Any) -> torch.Tensor:
-        return _WeightGradient.run(*args[:-1], *args[-1])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, grad, ctx.call = inputs
-        of_x, of_grad, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if of_grad else None, grad if of_x else None)
-        if transforms.present():
-            ctx.save_for_forward(x, grad)
-        ctx.sizes = x.shape[0], grad.shape[0]
-        ctx.kernel_map = alive(ctx.call[0])
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
@@ -304,22 +299,30 @@ class _WeightGradient(_Linear):
         return grad_x, grad_grad, None
 
 
-def without_autocast(kind: str, name: str) -> Any:
-    """An operator as autocast should run it: operands are cast already, and its inner products are not to be."""
+def below(name: str, run: Callable[..., torch.Tensor], tensors: Sequence[Any], args: tuple) -> Any:
+    """An operator without its derivative; past the dispatcher where nobody listens."""
+    if below_autograd is None or is_direct(*tensors):
+        return run(*args)
+    with below_autograd():
+        return getattr(torch.ops.sparseconv, name)(*args)
 
-    def run(*args: Any) -> torch.Tensor:
+
+def register(name: str, run: Callable[..., torch.Tensor], with_derivative: Callable[..., torch.Tensor]) -> None:
+    """Tell torch what an operator runs; below autocast as it is: operands are cast already, and its products stay."""
+
+    def without_autocast(kind: str, *args: Any) -> Any:
         with torch.autocast(kind, enabled=False):
             return getattr(torch.ops.sparseconv, name)(*args)
 
-    return run
+    library.impl(name, with_derivative, "Autograd")
+    for kind in ("CPU", "CUDA"):
+        library.impl(name, run, kind)
+        library.impl(name, partial(without_autocast, kind.lower()), f"Autocast{kind}")
 
 
 for _function in (_Convolution, _WeightGradient):
     _function.at_once = staticmethod(_at_once(_function, _function.kernel))
-    library.impl(_function.name, _at_once(_function, _function.run), "Autograd")
-    for _kind in ("CPU", "CUDA"):
-        library.impl(_function.name, _function.checked, _kind)
-        library.impl(_function.name, without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
+    register(_function.name, _function.checked, _at_once(_function, _function.run))
 
 
 @torch.library.register_fake("sparseconv::convolution", lib=library)

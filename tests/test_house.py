@@ -235,7 +235,6 @@ CALL_THEMSELVES = {
     "geometry/cpu/loops.py: along",
     "geometry/other_voxels.py: along",
     "gpu/launcher.py: launch",
-    "plan/plan_set.py: spell",
 }
 
 

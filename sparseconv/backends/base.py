@@ -191,3 +191,15 @@ class Backend(ABC):
     def describe(self, request: Request) -> list[str]:
         """What this backend would do for a request that it can serve, in lines to read: tiles, waste, its choice."""
         return []
+
+
+def turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """(K, a/G, b) -> (K, b/G, a): the channels of each group exchanged; of one group, a view."""
+    k, a, b = weight.shape
+    return weight.reshape(k, a, groups, b // groups).permute(0, 3, 2, 1).reshape(k, b // groups, a * groups)
+
+
+def with_dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, copied only if its rows are not contiguous runs of channels."""
+    lies = x.is_contiguous() or (x.shape[1] <= x.stride(0) and (x.stride(1) == 1 or x.shape[1] <= 1))
+    return x if lies else x.contiguous()

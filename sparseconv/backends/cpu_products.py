@@ -35,14 +35,6 @@ def buffer(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tens
     return kept[:size].view(dtype).view(rows, columns)
 
 
-def turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """(K, a/G, b) -> (K, b/G, a): the channels of each group exchanged."""
-    if groups == 1:
-        return weight.transpose(1, 2)
-    k, a, b = weight.shape
-    return weight.reshape(k, a, groups, b // groups).permute(0, 3, 2, 1).reshape(k, b // groups, a * groups)
-
-
 @cache
 def linear() -> Callable[..., torch.Tensor] | None:
     """oneDNN's fp32 product where it is well ahead of torch's BLAS on this machine, else None.

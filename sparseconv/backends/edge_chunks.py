@@ -37,23 +37,19 @@ class Chunk:
     offsets: torch.Tensor  # (stop - start + 1,) int32: output row r owns slots[offsets[r]:offsets[r+1]]
 
 
-@dataclass(frozen=True)
-class EdgeChunks:
-    """The chunks of a map in order of output rows."""
+def edge_chunks(kernel_map: KernelMap, edges: int, tile: int, threads: int = 1) -> tuple[Chunk, ...]:
+    """The chunks of a map in order of output rows, of at most about ``edges`` edges, as many for each thread.
 
-    chunks: tuple[Chunk, ...]
-
-    @classmethod
-    def of(cls, kernel_map: KernelMap, edges: int, tile: int, threads: int = 1) -> EdgeChunks:
-        """Chunks of at most about ``edges`` edges, as many for each thread, kept with the map for the next call."""
-        key = (cls, edges, tile, threads)
-        kept = kernel_map.prepared.get(key)
-        if kept is None:
-            kept = kernel_map.prepared[key] = _cut(kernel_map, edges, tile, threads)
-        return kept
+    They are kept with the map for the next call.
+    """
+    key = (Chunk, edges, tile, threads)
+    kept = kernel_map.prepared.get(key)
+    if kept is None:
+        kept = kernel_map.prepared[key] = _cut(kernel_map, edges, tile, threads)
+    return kept
 
 
-def _cut(kernel_map: KernelMap, edges: int, tile: int, threads: int) -> EdgeChunks:
+def _cut(kernel_map: KernelMap, edges: int, tile: int, threads: int) -> tuple[Chunk, ...]:
     rows, identity = kernel_map.num_out, kernel_map.identity_tap
     ins, outs = (t.numpy() for t in sorted_edges(kernel_map))
     runs = list(pairwise(accumulate(kernel_map.tap_counts, initial=0)))
@@ -69,11 +65,10 @@ def _cut(kernel_map: KernelMap, edges: int, tile: int, threads: int) -> EdgeChun
     inner = np.searchsorted(cost[:-1], np.arange(1, count) * cost[-1] // count)
     cuts = [0, *np.minimum(inner, len(grid) - 2).tolist(), len(grid) - 1]
     bounds = places[:, cuts].T.tolist()
-    chunks = [
+    return tuple(
         _chunk(ins, outs, [*zip(firsts, lasts)], int(grid[start]), int(grid[stop]), tile)
         for (start, stop), (firsts, lasts) in zip(pairwise(cuts), pairwise(bounds))
-    ]
-    return EdgeChunks(tuple(chunks))
+    )
 
 
 def _chunk(ins: np.ndarray, outs: np.ndarray, runs: list[tuple[int, int]], start: int, stop: int, tile: int) -> Chunk:

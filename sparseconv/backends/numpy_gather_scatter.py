@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from sparseconv.backends import cpu_products
-from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, multiply, not_on_cpu, turned
+from sparseconv.backends.base import Backend, Request, turned
+from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, multiply, not_on_cpu
 from sparseconv.backends.cpu_threads import share
-from sparseconv.backends.edge_chunks import Chunk, EdgeChunks, reversed_edges
+from sparseconv.backends.edge_chunks import Chunk, edge_chunks, reversed_edges
 from sparseconv.backends.integers import Rescale
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.memory import empty
@@ -161,7 +161,7 @@ def _walk(
         weights = weight.unbind()
     bias = None if bias is None else bias.to(wide)
     tile = TILE if tiled else TILE // 2
-    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide, tiled), tile, threads)
+    chunks = edge_chunks(kernel_map, _chunk_edges(c_in, c_out, wide, tiled), tile, threads)
     step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
 
     def visit(chunk: Chunk, gram: torch.Tensor) -> None:
@@ -186,11 +186,11 @@ def _walk(
             y[rows] = sums
 
     if near is None:
-        share(lambda chunk: visit(chunk, grams[0]), cut.chunks, threads)
+        share(lambda chunk: visit(chunk, grams[0]), chunks, threads)
     else:  # which thread sums which chunks is fixed
 
         def part(number: int) -> None:
-            for chunk in cut.chunks[number::threads]:
+            for chunk in chunks[number::threads]:
                 visit(chunk, grams[number])
 
         share(part, range(threads), threads)

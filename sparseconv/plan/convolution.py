@@ -175,44 +175,27 @@ class ConvolutionPlan(Movable):
     ) -> None:
         fine, coarse = (target, source) if is_transposed else (source, target)
         edges = find_edges(fine, coarse, window, boundary)
-        kernel_map = edges.reverse() if is_transposed else edges
-        self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
+        self._source: Held = source
+        self._target: Held = target
+        self.window, self.boundary = window, boundary
+        self.kernel_map = edges.reverse() if is_transposed else edges
+        self.groups, self.backend, self.is_transposed = groups, backend, is_transposed
+        #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
+        self.kernel_size = window.projection.counts if box else None
+        self._name()
 
     @transforms.untraced
     def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
         """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
-        now = {
-            "source": self._source,
-            "target": self._target,
-            "window": self.window,
-            "boundary": self.boundary,
-            "box": self.kernel_size is not None,
-            "groups": self.groups,
-            "backend": self.backend,
-            "is_transposed": self.is_transposed,
-        }
+        for side in ("source", "target"):
+            if side in changes:
+                changes[f"_{side}"] = changes.pop(side)
         plan = object.__new__(ConvolutionPlan)
-        plan._set(kernel_map=kernel_map, **{**now, **changes})
+        plan.__setstate__({**self.__dict__, "kernel_map": kernel_map, **changes})
         return plan
 
-    def _set(
-        self,
-        source: Held,
-        target: Held,
-        window: Window,
-        boundary: Boundary,
-        kernel_map: KernelMap,
-        box: bool,
-        groups: int,
-        backend: str,
-        is_transposed: bool,
-    ) -> None:
-        self._source, self._target = source, target
-        self.window, self.boundary = window, boundary
-        self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
-        #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
-        self.kernel_size = window.projection.counts if box else None
-        self._names = names_of(kernel_map)
+    def _name(self) -> None:
+        self._names = names_of(self.kernel_map)
         self._number = self._names.number
 
     # ---- reading
@@ -379,8 +362,7 @@ class ConvolutionPlan(Movable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._names = names_of(self.kernel_map)
-        self._number = self._names.number
+        self._name()
 
     def __repr__(self) -> str:
         edges = self.kernel_map

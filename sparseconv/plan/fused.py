@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.autograd import (
-    adjoint,
+    both_gradients,
     convolution,
-    gradients,
     is_direct,
-    is_last,
     is_plain,
     serving_backend,
-    weight_gradient,
     without_casts,
 )
 from sparseconv.numbered_maps import alive, map_of
@@ -49,22 +46,15 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_sum: torch.Tensor | None = None) -> tuple:  # type: ignore[override]
         x, weight, kept = ctx.saved_tensors
-        (edges, _, groups, backend), (rows, taps), needs = ctx.call, ctx.sizes, ctx.needs_input_grad
+        (edges, _, groups, backend), needs = ctx.call, ctx.needs_input_grad
         if grad is not None and ctx.epilogue is not None:
             grad = ctx.epilogue.input_grad(grad, **{"y" if ctx.epilogue.saves_output else "x": kept})
         if grad_sum is not None:
             grad = grad_sum if grad is None else grad + grad_sum
-        grad_x = grad_weight = None
         if grad is None:
             return (None,) * 6
-        if needs[0] and needs[1] and is_last(grad, x, weight):
-            grad_x, grad_weight = gradients(x, weight, grad, edges, groups, backend)
-        else:
-            if needs[1]:
-                grad_weight = weight_gradient(x, grad, edges, taps, groups, backend)
-            if needs[0]:
-                grad_x = adjoint(grad, weight, edges, rows, groups, backend)
-        return grad_x, grad_weight, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
+        pair = both_gradients(needs[:2], x, weight, grad, edges, ctx.sizes, groups, backend)
+        return *pair, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
 
 
 def _forward_fused(

@@ -15,16 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import (
-    checked_convolution,
-    checked_weight_gradient,
-    is_direct,
-    library,
-    without_autocast,
-)
+from sparseconv.autograd import below, checked_convolution, checked_weight_gradient, library, register
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.numbered_maps import number_of
-from sparseconv.torch_private import below_autograd
 
 
 class Names(NamedTuple):
@@ -112,22 +105,17 @@ library.define(
 library.define("held_weight_gradient(Tensor x, Tensor grad, Tensor edges, int taps, int groups, str backend) -> Tensor")
 
 
-def _below(name: str, run: Callable[..., torch.Tensor], args: tuple) -> torch.Tensor:
-    """An operator without its derivative; past the dispatcher where nobody listens."""
-    if below_autograd is None or is_direct(*(t for t in args if isinstance(t, torch.Tensor))):
-        return run(*args)
-    with below_autograd():
-        found: torch.Tensor = getattr(torch.ops.sparseconv, name)(*args)
-    return found
-
-
 def _with_derivative(name: str, run: Callable[..., torch.Tensor], derivative: Any) -> Callable[..., torch.Tensor]:
     """What goes under an operator's ``Autograd`` key. A compiled graph has its own derivative and asks for none here:
     that of `torch.library.register_autograd` then costs a second pass through the dispatcher, some 12 us a call."""
 
+    def plainly(*args: Any) -> torch.Tensor:
+        found: torch.Tensor = below(name, run, [t for t in args if isinstance(t, torch.Tensor)], args)
+        return found
+
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         _keep(ctx, args)
-        return _below(name, run, args)
+        return plainly(*args)
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(derivative)}
     made: Any = type(f"Held{name}", (torch.autograd.Function,), body)
@@ -136,7 +124,7 @@ def _with_derivative(name: str, run: Callable[..., torch.Tensor], derivative: An
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args):
             found: torch.Tensor = made.apply(*args)
             return found
-        return _below(name, run, args)
+        return plainly(*args)
 
     return called
 
@@ -145,10 +133,7 @@ for _name, _run, _derivative in (
     ("held_convolution", _convolution, _of_convolution),
     ("held_weight_gradient", _weight_gradient, _of_weight_gradient),
 ):
-    for _kind in ("CPU", "CUDA"):
-        library.impl(_name, _run, _kind)
-        library.impl(_name, without_autocast(_kind.lower(), _name), f"Autocast{_kind}")
-    library.impl(_name, _with_derivative(_name, _run, _derivative), "Autograd")
+    register(_name, _run, _with_derivative(_name, _run, _derivative))
 
 
 @torch.library.register_fake("sparseconv::held_convolution", lib=library)

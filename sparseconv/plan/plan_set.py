@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,12 +10,13 @@ import torch
 from sparseconv.geometry.arguments import check_same_space, checked_device
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.ranges import Boundary
-from sparseconv.geometry.window import Window
 from sparseconv.moving import Movable
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import TorchDispatchMode
+from sparseconv.torch_private import TorchDispatchMode, pytree
+
+#: a grid, and what it keeps under which keys
+Table = tuple[VoxelGrid, list[tuple[Any, Any]]]
 
 
 class PlanSet(Movable):
@@ -105,9 +105,8 @@ class PlanSet(Movable):
 
     def to(self, device: torch.device | str) -> PlanSet:
         """The grids and plans on another device; itself if they are there."""
-        if checked_device(device) == self.grid.device:
-            return self
-        return PlanSet(_assemble(_dismantle(self.grid), lambda t: t.to(device)))
+        here = checked_device(device)
+        return self if here == self.grid.device else PlanSet(_copied(_tables(self.grid), here))
 
     def into(self, grid: VoxelGrid) -> VoxelGrid:
         """Give the plans to another grid object of the same voxels in the same order; returns it.
@@ -119,51 +118,15 @@ class PlanSet(Movable):
             check_same_space(self.grid, grid, True)
             if grid.device != self.grid.device or not torch.equal(grid.coords, self.grid.coords):
                 raise ValueError(f"the plans are of {self.grid}; the given grid is another: {grid}")
-            _assemble(_dismantle(self.grid), lambda t: t, grid)
+            _copied(_tables(self.grid), grid.device, grid)
         return grid
 
     def __getstate__(self) -> dict[str, Any]:
-        return _dismantle(self.grid)
+        return {"tables": _tables(self.grid)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.grid = _assemble(state, lambda t: t)
-
-
-@dataclass(frozen=True)
-class _Ref:
-    """A grid, by number."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A plan, its grids and its map by number."""
-
-    source: int
-    target: int
-    window: Window
-    boundary: Boundary
-    kernel_map: int
-    box: bool
-    groups: int
-    backend: str
-    is_transposed: bool
-
-    def build(self, grids: list[VoxelGrid], maps: list[KernelMap]) -> ConvolutionPlan:
-        plan = object.__new__(ConvolutionPlan)
-        plan._set(
-            grids[self.source],
-            grids[self.target],
-            self.window,
-            self.boundary,
-            maps[self.kernel_map],
-            self.box,
-            self.groups,
-            self.backend,
-            self.is_transposed,
-        )
-        return plan
+        tables = state["tables"]
+        self.grid = _copied(tables, tables[0][0].device)
 
 
 class _WithoutConvolutions(TorchDispatchMode):
@@ -192,77 +155,42 @@ def _travels(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str, torch.Tensor, VoxelGrid))
 
 
-def _dismantle(root: VoxelGrid) -> dict[str, Any]:
-    """The grids, the maps and what each grid keeps, as numbers and plain data; what is neither is left behind."""
-    grids = _reachable(root)
-    number = {id(grid): i for i, grid in enumerate(grids)}
-    maps: list[KernelMap] = []
-    reverses: dict[int, int] = {}  # a map -> the earlier one that it reverses
-
-    def map_number(kernel_map: KernelMap) -> int:
-        for i, known in enumerate(maps):
-            if known is kernel_map:
-                return i
-            if known.in_rows is kernel_map.out_rows and known.out_rows is kernel_map.in_rows:
-                reverses[len(maps)] = i
-        maps.append(kernel_map)
-        return len(maps) - 1
-
-    def spell(value: Any) -> Any:
-        if isinstance(value, VoxelGrid):
-            return _Ref(number[id(value)]) if id(value) in number else None
-        if isinstance(value, tuple):
-            return tuple(spell(v) for v in value)
-        return value
-
-    tables = []
-    for grid in grids:
-        table: list[tuple[Any, Any]] = []
-        for key, value in grid.derived.items():
-            if isinstance(value, ConvolutionPlan):
-                record = _Plan(
-                    number[id(value.source)],
-                    number[id(value.target)],
-                    value.window,
-                    value.boundary,
-                    map_number(value.kernel_map),
-                    value.kernel_size is not None,
-                    value.groups,
-                    value.backend,
-                    value.is_transposed,
-                )
-                table.append((spell(key), record))
-            elif _travels(value):
-                table.append((spell(key), spell(value)))
-        tables.append(table)
-    kept = [None if i in reverses else m for i, m in enumerate(maps)]
-    return {"grids": grids, "maps": kept, "reverses": reverses, "tables": tables}
+def _tables(root: VoxelGrid) -> list[Table]:
+    """The grids, and of what each keeps the plans and plain data; what is neither is left behind."""
+    return [
+        (grid, [(k, v) for k, v in grid.derived.items() if isinstance(v, ConvolutionPlan) or _travels(v)])
+        for grid in _reachable(root)
+    ]
 
 
-def _assemble(
-    state: dict[str, Any], move: Callable[[torch.Tensor], torch.Tensor], root: VoxelGrid | None = None
-) -> VoxelGrid:
-    """The first grid with all that it kept, its tensors moved; ``root`` takes its place if given."""
-    here = move(state["grids"][0].coords).device
-    grids = [grid.to(here) for grid in state["grids"]]
+def _copied(tables: list[Table], device: torch.device, root: VoxelGrid | None = None) -> VoxelGrid:
+    """The first grid with all that it kept, on a device; ``root`` takes its place if given, among new grids."""
+    grids = {id(grid): grid.to(device) if root is None else grid._like(grid.coords) for grid, _ in tables}
     if root is not None:
-        grids = [root, *(g._like(g.coords) for g in grids[1:])]
-    maps: list[Any] = [None if m is None else m.to(here) for m in state["maps"]]
-    for i, j in state["reverses"].items():
-        maps[i] = maps[j].reverse()
-    for grid, table in zip(grids, state["tables"]):
+        grids[id(tables[0][0])] = root
+    maps: list[tuple[KernelMap, KernelMap]] = []
+
+    def map_there(kernel_map: KernelMap) -> KernelMap:
+        for known, there in maps:
+            if known is kernel_map:
+                return there
+            if known.in_rows is kernel_map.out_rows and known.out_rows is kernel_map.in_rows:
+                return there.reverse()
+        maps.append((kernel_map, kernel_map.to(device)))
+        return maps[-1][1]
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, ConvolutionPlan):
+            source, target = grids[id(value.source)], grids[id(value.target)]
+            return value.over(map_there(value.kernel_map), source=source, target=target)
+        if isinstance(value, VoxelGrid):
+            return grids.get(id(value))
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    for grid, table in tables:
+        there = grids[id(grid)]
         for key, value in table:
-            if isinstance(value, _Plan):
-                grid.derived[_read(key, grids, move)] = value.build(grids, maps).kept_with(grid)
-            else:
-                grid.derived[_read(key, grids, move)] = _read(value, grids, move)
-    return grids[0]
-
-
-def _read(value: Any, grids: list[VoxelGrid], move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What was spelled, with its grids, and its tensors moved."""
-    if isinstance(value, _Ref):
-        return grids[value.number]
-    if isinstance(value, torch.Tensor):
-        return move(value)
-    return tuple(_read(v, grids, move) for v in value) if isinstance(value, tuple) else value
+            made = pytree.tree_map(moved, value)
+            kept = made.kept_with(there) if isinstance(made, ConvolutionPlan) else made
+            there.derived[pytree.tree_map(moved, key)] = kept
+    return grids[id(tables[0][0])]

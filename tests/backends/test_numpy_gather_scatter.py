@@ -17,7 +17,7 @@ from sparseconv import memory
 from sparseconv.backends import cpu_products, cpu_threads
 from sparseconv.backends import numpy_gather_scatter as engine
 from sparseconv.backends.base import Request
-from sparseconv.backends.edge_chunks import EdgeChunks
+from sparseconv.backends.edge_chunks import edge_chunks
 from sparseconv.backends.numpy_gather_scatter import NumpyGatherScatter
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -59,10 +59,10 @@ def plain(x: torch.Tensor, w: torch.Tensor, kernel_map: KernelMap) -> torch.Tens
 def test_chunks_hold_every_edge_once(seed, rows, taps, edges, tile, own):
     identity = taps - 1 if own else None
     kernel_map = random_map(seed, rows, rows, taps, identity)
-    cut = EdgeChunks.of(kernel_map, edges, tile)
-    assert EdgeChunks.of(kernel_map, edges, tile) is cut
+    cut = edge_chunks(kernel_map, edges, tile)
+    assert edge_chunks(kernel_map, edges, tile) is cut
     found, next_row = [], 0
-    for chunk in cut.chunks:
+    for chunk in cut:
         assert chunk.start == next_row
         assert chunk.start % tile == 0
         next_row = chunk.stop

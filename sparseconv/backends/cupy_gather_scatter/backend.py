@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from sparseconv.backends.base import Backend, Request
+from sparseconv.backends.base import Backend, Request, turned, with_dense_rows
 from sparseconv.backends.cupy_gather_scatter.kernels import CupyRowKernels, RowKernels
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -62,7 +62,7 @@ class CupyGatherScatter(Backend):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What `forward` rounds, in fp32, or fp64 for fp64: halves are multiplied as halves."""
-        x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+        x = with_dense_rows(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         c_in, c_out = x.shape[1], weight.shape[2]
         identity = kernel_map.identity_tap
@@ -87,7 +87,7 @@ class CupyGatherScatter(Backend):
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> torch.Tensor:
         """dL/dx (N_in, C_in): the forward over the reversed edges with each group's weight block transposed."""
-        return self.forward(grad_out, _turned(weight, groups), kernel_map.reverse(), groups)
+        return self.forward(grad_out, turned(weight, groups), kernel_map.reverse(), groups)
 
     def input_grad_onto(
         self,
@@ -97,15 +97,12 @@ class CupyGatherScatter(Backend):
         groups: int,
         other: torch.Tensor,
     ) -> torch.Tensor:
-        total = self.sums(grad_out, _turned(weight, groups), kernel_map.reverse(), groups)
+        total = self.sums(grad_out, turned(weight, groups), kernel_map.reverse(), groups)
         return total.add_(other).to(grad_out.dtype)
 
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out): one product a tap over its gathered rows of x and of the gradient."""
-        x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-        grad_out = (
-            grad_out if grad_out.stride(1) == 1 and grad_out.stride(0) >= grad_out.shape[1] else grad_out.contiguous()
-        )
+        x, grad_out = with_dense_rows(x), with_dense_rows(grad_out)
         c_in, c_out = x.shape[1] // groups, grad_out.shape[1]
         out = torch.zeros(kernel_map.num_taps, c_in, c_out, dtype=x.dtype, device=x.device)
         rows = kernel_map.max_pairs_per_tap
@@ -128,13 +125,6 @@ class CupyGatherScatter(Backend):
         size, wide = request.dtype.itemsize, max(4, request.dtype.itemsize)
         sums = 4 * max(request.kernel_map.num_in, request.kernel_map.num_out) * max(request.c_in, request.c_out)
         return rows * (request.c_in + request.c_out) * max(size, wide) + (sums if size < 4 else 0)
-
-
-def _turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """(K, a/G, b) -> (K, b/G, a): the channels of each group exchanged."""
-    count, c_in, c_out = weight.shape
-    blocks = weight.reshape(count, c_in, groups, c_out // groups).permute(0, 3, 2, 1)
-    return blocks.reshape(count, c_out // groups, groups * c_in)
 
 
 def taps(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

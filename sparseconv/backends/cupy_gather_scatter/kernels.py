@@ -42,7 +42,7 @@ class CupyRowKernels:
         chunk = common_width(x.data_ptr(), out.data_ptr(), width, x.stride(0) * size)
         chunks = width // chunk
         _launch(
-            gather_kernel(chunk),
+            compiled("gather", gather_options(chunk)),
             x.device,
             rows.shape[0],
             chunks,
@@ -58,7 +58,7 @@ class CupyRowKernels:
         aligned = aligned and total.data_ptr() % (width * total.element_size()) == 0
         width = width if aligned else 1
         _launch(
-            scatter_kernel(product.dtype, total.dtype, width),
+            compiled("scatter_add", scatter_options(product.dtype, total.dtype, width)),
             product.device,
             rows.shape[0],
             channels // width,
@@ -80,30 +80,24 @@ def source(name: str) -> str:
     return files(__package__).joinpath(f"{name}.cu").read_text(encoding="utf-8")
 
 
+@cache
 def gather_options(chunk: int) -> tuple[str, ...]:
     """Compiler options of the gather kernel for chunks of so many bytes."""
     return (f"-DCHUNK={CHUNKS[chunk]}",)
 
 
+@cache
 def scatter_options(product: torch.dtype, total: torch.dtype, width: int) -> tuple[str, ...]:
     """Compiler options of the scatter kernel for a product dtype, a sum dtype and channels a thread."""
     return (f"-DPRODUCT={CUDA_NAMES[product]}", f"-DSUM={CUDA_NAMES[total]}", f"-DWIDTH={width}")
 
 
 @cache
-def gather_kernel(chunk: int) -> Any:
-    """The compiled gather kernel."""
+def compiled(name: str, options: tuple[str, ...]) -> Any:
+    """The kernel of a CUDA text, compiled with these options."""
     import cupy
 
-    return cupy.RawKernel(source("gather"), "gather", options=gather_options(chunk))
-
-
-@cache
-def scatter_kernel(product: torch.dtype, total: torch.dtype, width: int) -> Any:
-    """The compiled scatter kernel."""
-    import cupy
-
-    return cupy.RawKernel(source("scatter_add"), "scatter_add", options=scatter_options(product, total, width))
+    return cupy.RawKernel(source(name), name, options=options)
 
 
 def _launch(kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int) -> None:

@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 import torch
 
-from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.cpu_products import not_on_cpu, turned
+from sparseconv.backends.base import Backend, Request, turned
+from sparseconv.backends.cpu_products import not_on_cpu
 from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges
 from sparseconv.backends.integers import Rescale

@@ -79,36 +79,25 @@ class Emitter(Function):
             y, w, bias = (self.b.gep(other, [columns]) for other in others)
             yield self.b.gep(x, [self.b.mul(group, self.given("c_in"))]), y, w, bias
 
-    @contextmanager
-    def blocks(self) -> Iterator[Iterator[tuple[Shape, Any, Any]]]:
+    def blocks(self) -> Iterator[tuple[Shape, Any, Any]]:
         """For every block of output channels: its shape, its first channel, and whether it is the last."""
+        first = self.place(0)
+        for number, shape in enumerate(self.shapes):
+            blocks, width = self.given(f"run{number}"), self.place(sum(shape))
+            final = self.ir.IntType(1)(number == len(self.shapes) - 1)
+            with self.count(self.place(0), blocks) as turn:
+                is_last = self.b.and_(final, self.b.icmp_signed("==", self.b.add(turn, self.place(1)), blocks))
+                yield shape, self.b.add(first, self.b.mul(turn, width)), is_last
+            first = self.b.add(first, self.b.mul(blocks, width))
 
-        def blocks() -> Iterator[tuple[Shape, Any, Any]]:
-            first = self.place(0)
-            for number, shape in enumerate(self.shapes):
-                blocks, width = self.given(f"run{number}"), self.place(sum(shape))
-                final = self.ir.IntType(1)(number == len(self.shapes) - 1)
-                with self.count(self.place(0), blocks) as turn:
-                    is_last = self.b.and_(final, self.b.icmp_signed("==", self.b.add(turn, self.place(1)), blocks))
-                    yield shape, self.b.add(first, self.b.mul(turn, width)), is_last
-                first = self.b.add(first, self.b.mul(blocks, width))
-
-        yield blocks()
-
-    @contextmanager
-    def tiled(self, first: Any, last: Any, sizes: set[int]) -> Iterator[Iterator[tuple[Any, int]]]:
+    def tiled(self, first: Any, last: Any, sizes: set[int]) -> Iterator[tuple[Any, int]]:
         """[first, last) in tiles of the largest size while they fit, then of the next."""
-
-        def tiles() -> Iterator[tuple[Any, int]]:
-            begin = first
-            for size in sorted(sizes, reverse=True):
-                whole = self.b.sdiv(self.b.sub(last, begin), self.place(size))
-                end = self.b.add(begin, self.b.mul(whole, self.place(size)))
-                with self.count(begin, end, size) as at:
-                    yield at, size
-                begin = end
-
-        yield tiles()
+        for size in sorted(sizes, reverse=True):
+            whole = self.b.sdiv(self.b.sub(last, first), self.place(size))
+            end = self.b.add(first, self.b.mul(whole, self.place(size)))
+            with self.count(first, end, size) as at:
+                yield at, size
+            first = end
 
     # ---- values
 
@@ -153,7 +142,8 @@ class Emitter(Function):
         self.b.store(value, address, align=self.size)
 
     def spread(self, number: Any, width: int) -> Any:
-        nothing = self.ir.Constant(self.kind(width), self.ir.Undefined)
+        """A number in every lane."""
+        nothing = self.ir.Constant(self.ir.VectorType(number.type, width), self.ir.Undefined)
         first = self.b.insert_element(nothing, number, self.i32(0))
         zeros = self.ir.Constant(self.ir.VectorType(self.i32, width), [0] * width)
         return self.b.shuffle_vector(first, nothing, zeros)

@@ -129,14 +129,13 @@ class _Integers(Loops):
         bends = self.b.and_(scales, self.b.icmp_signed("<", self.given("low"), self.place(0)))
         with self.count(self.place(0), self.given("groups")) as group:
             begin = self.b.mul(group, self.given("c_out"))
-            with self.blocks() as blocks:
-                for block, column, _ in blocks:
-                    for at, width in placed(block):
-                        place = self.b.add(begin, self.b.add(column, self.place(at)))
-                        for residual, adding in enumerate(self.both(adds)):
-                            for slope, bending in enumerate(self.both(bends)):
-                                with self.b.if_then(self.b.and_(adding, bending)), self.count(first, last) as row:
-                                    self.rescale(sums, row, place, width, bool(residual), bool(slope))
+            for block, column, _ in self.blocks():
+                for at, width in placed(block):
+                    place = self.b.add(begin, self.b.add(column, self.place(at)))
+                    for residual, adding in enumerate(self.both(adds)):
+                        for slope, bending in enumerate(self.both(bends)):
+                            with self.b.if_then(self.b.and_(adding, bending)), self.count(first, last) as row:
+                                self.rescale(sums, row, place, width, bool(residual), bool(slope))
 
     def both(self, is_so: Any) -> tuple[Any, Any]:
         """Whether something is not so, and whether it is."""
@@ -173,9 +172,6 @@ class _Integers(Loops):
 
     def all(self, value: Any, width: int) -> Any:
         """A number of 64 bits in every lane."""
-        kind = self.ir.VectorType(self.i64, width)
         if isinstance(value, int):
-            return self.ir.Constant(kind, [value] * width)
-        nothing = self.ir.Constant(kind, self.ir.Undefined)
-        first = self.b.insert_element(nothing, value, self.i32(0))
-        return self.b.shuffle_vector(first, nothing, self.ir.Constant(self.ir.VectorType(self.i32, width), [0] * width))
+            return self.ir.Constant(self.ir.VectorType(self.i64, width), [value] * width)
+        return self.spread(value, width)

@@ -63,21 +63,17 @@ class Loops(Emitter):
                         deeper = self.b.icmp_signed("<", stop, c_in)
                         after = self.b.select(deeper, self.b.gep(w, [self.b.mul(stop, w_row)]), then)
                         here = self.b.gep(w, [self.b.mul(start, w_row)])
-                        with self.blocks() as blocks:
-                            for block, column, is_last in blocks:
-                                near, own, begin = (self.b.gep(base, [column]) for base in (y, w, bias))
-                                beside = self.b.gep(here, [self.b.add(column, self.place(sum(block)))])
-                                coming = self.b.select(is_last, after, beside)
-                                most = self.edges_together(block)
-                                with self.tiled(first, last, {most, 4, 1}) as tiles:
-                                    for edge, rows in tiles:
-                                        ahead = None
-                                        if rows == most and len(block) > 2:
-                                            self.announce(x, edge, rows, last, start)
-                                            ahead = self.share(coming, edge, rows, block)
-                                        self.product(
-                                            x, near, own, begin, w_row, edge, rows, block, start, stop, ahead, begins
-                                        )
+                        for block, column, is_last in self.blocks():
+                            near, own, begin = (self.b.gep(base, [column]) for base in (y, w, bias))
+                            beside = self.b.gep(here, [self.b.add(column, self.place(sum(block)))])
+                            coming = self.b.select(is_last, after, beside)
+                            most = self.edges_together(block)
+                            for edge, rows in self.tiled(first, last, {most, 4, 1}):
+                                ahead = None
+                                if rows == most and len(block) > 2:
+                                    self.announce(x, edge, rows, last, start)
+                                    ahead = self.share(coming, edge, rows, block)
+                                self.product(x, near, own, begin, w_row, edge, rows, block, start, stop, ahead, begins)
             self.finish_rows(chunk, sums)
         return self.finished()
 
@@ -101,22 +97,20 @@ class Loops(Emitter):
                     after = self.b.select(more, w, then)
                     ahead = self.least(self.b.select(more, stop, upcoming), self.b.sub(total, self.b.sub(stop, start)))
                     shift, turn = self.b.sub(ahead, start), self.variable(self.place(0))
-                    with self.blocks() as blocks:
-                        for block, column, is_last in blocks:
-                            own = self.b.gep(w, [column])
-                            beside = self.b.gep(own, [self.place(sum(block))])
-                            coming = self.b.select(is_last, after, beside)
-                            most = (6 if self.registers == 32 else 4) if len(block) > 2 else 8
-                            if self.registers == 16 and len(block) == 2:
-                                most = 4
-                            with self.tiled(self.place(0), c_in, {most, 2, 1}) as tiles:
-                                for channel, rows in tiles:
-                                    asked = None
-                                    if rows == most and not alone:
-                                        self.announce_sums(own, w_row, channel, rows, block, coming)
-                                        asked = self.share_of_rows(x, y, shift, turn)
-                                    near = self.b.gep(y, [column])
-                                    self.gram(x, near, own, w_row, channel, rows, block, start, stop, asked)
+                    for block, column, is_last in self.blocks():
+                        own = self.b.gep(w, [column])
+                        beside = self.b.gep(own, [self.place(sum(block))])
+                        coming = self.b.select(is_last, after, beside)
+                        most = (6 if self.registers == 32 else 4) if len(block) > 2 else 8
+                        if self.registers == 16 and len(block) == 2:
+                            most = 4
+                        for channel, rows in self.tiled(self.place(0), c_in, {most, 2, 1}):
+                            asked = None
+                            if rows == most and not alone:
+                                self.announce_sums(own, w_row, channel, rows, block, coming)
+                                asked = self.share_of_rows(x, y, shift, turn)
+                            near = self.b.gep(y, [column])
+                            self.gram(x, near, own, w_row, channel, rows, block, start, stop, asked)
         return self.finished()
 
     def edges_together(self, block: Shape) -> int:
@@ -137,11 +131,10 @@ class Loops(Emitter):
         first, last = self.rows_of(chunk)
         with self.count(first, last) as row, self.groups(sums) as (_, y, _, bias):
             line = self.b.gep(y, [self.b.mul(row, self.given("out_row"))])
-            with self.blocks() as blocks:
-                for block, column, _ in blocks:
-                    begin, near = (self.b.gep(base, [column]) for base in (bias, line))
-                    for at, width in placed(block):
-                        self.store(self.load(begin, self.place(at), width), near, self.place(at), width)
+            for block, column, _ in self.blocks():
+                begin, near = (self.b.gep(base, [column]) for base in (bias, line))
+                for at, width in placed(block):
+                    self.store(self.load(begin, self.place(at), width), near, self.place(at), width)
 
     def finish_rows(self, chunk: Any, sums: Any) -> None:
         """What follows once the rows of a chunk have all their sums."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sparseconv.backends.base import Request
-from sparseconv.backends.triton_implicit_gemm.backend import work_of
 from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
+from sparseconv.backends.triton_implicit_gemm.recipe import are_aligned, work_of
 from sparseconv.backends.triton_implicit_gemm.tuning import considered
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
-from sparseconv.geometry.gpu.ahead import ExpectedMap
-from sparseconv.pointwise.epilogue import Epilogue
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.gpu.ahead import ExpectedMap
+    from sparseconv.pointwise import Epilogue
 
 
 class ExpectedLayer(NamedTuple):
@@ -33,7 +35,8 @@ def schedules_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.devi
     if transposed and not layer.takes_gradient:
         return
     straight = transposed == layer.turned
-    for tile in considered(conv_candidates(_work(layer, dtype, device, transposed))):
+    request, x, y, weight = _operands(layer, dtype, device)
+    for tile in considered(conv_candidates(_conv_work(request, y if transposed else x, weight, transposed))):
         if tile.chunked:
             if straight or layer.map.same:
                 layer.map.tiles_ahead(device, tile.block_m, in_runs=True)
@@ -46,49 +49,52 @@ def schedules_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.devi
 
 def forward_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device) -> None:
     """Start to compile what the forward launches, but for schedules."""
-    _conv_ahead(layer, dtype, device, False)
+    request, x, _, weight = _operands(layer, dtype, device)
+    conv_ahead(request, x, weight, bias=_bias(layer))
 
 
 def inference_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device, epilogue: Epilogue) -> None:
     """Start to compile forwards that a norm and an activation have joined, and on the same voxels a residual too."""
-    told = layer._replace(bias=layer.bias or dtype)
-    for has_residual in (False, True)[: 1 + layer.map.same]:
-        _conv_ahead(told, dtype, device, False, epilogue, has_residual)
+    request, x, y, weight = _operands(layer, dtype, device)
+    bias = _bias(layer._replace(bias=layer.bias or dtype))
+    for residual in (None, y)[: 1 + layer.map.same]:
+        conv_ahead(request, x, weight, False, bias, residual, epilogue)
 
 
 def gradients_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device) -> None:
     """Start to compile what both gradients launch, but for schedules."""
-    sizes, x, y, _ = _operands(layer, dtype)
-    request = Request(sizes, device, dtype, layer.c_in, layer.c_out, layer.groups)
-    work = work_of(request, _aligned(dtype, layer.c_in, layer.c_out))
-    for sums in considered(weight_grad_candidates(work)):
-        WeightGradRecipe(sums, work, x, y, sizes.num_taps).ahead(sizes, device)
+    request, x, y, weight = _operands(layer, dtype, device)
+    weight_grad_ahead(request, x, y)
     if layer.takes_gradient:
-        _conv_ahead(layer, dtype, device, True)
+        conv_ahead(request, y, weight, True)
 
 
-def _work(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device, transposed: bool) -> Work:
-    request = Request(_operands(layer, dtype)[0], device, dtype, layer.c_in, layer.c_out, layer.groups)
-    read = layer.c_out if transposed else layer.c_in
-    return work_of(request, _aligned(dtype, read, layer.c_out), transposed)
+def weight_grad_ahead(request: Request, x: torch.Tensor, grad_out: torch.Tensor) -> None:
+    """Start to compile the candidates for a weight gradient of operands like these."""
+    work = work_of(request, are_aligned((x, x.stride(0)), (grad_out, grad_out.stride(0))))
+    sizes = request.kernel_map
+    for sums in considered(weight_grad_candidates(work)):
+        WeightGradRecipe(sums, work, x, grad_out, sizes.num_taps).ahead(sizes, request.device)
 
 
-def _conv_ahead(
-    layer: ExpectedLayer,
-    dtype: torch.dtype,
-    device: torch.device,
-    transposed: bool,
+def conv_ahead(
+    request: Request,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    transposed: bool = False,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     epilogue: Epilogue | None = None,
-    has_residual: bool = False,
 ) -> None:
-    sizes, x, y, weight = _operands(layer, dtype)
-    work = _work(layer, dtype, device, transposed)
-    bias = None
-    if layer.bias is not None and not transposed:
-        bias = torch.empty(layer.c_out, dtype=layer.bias, device="meta")
-    operands = (y if transposed else x, weight, transposed, bias, y if has_residual else None, epilogue)
+    """Start to compile the candidates for a forward or an input gradient of operands like these."""
+    work = _conv_work(request, x, weight, transposed)
     for tile in considered(conv_candidates(work)):
-        ConvRecipe(tile, work, *operands).ahead(sizes, device)
+        recipe = ConvRecipe(tile, work, x, weight, transposed, bias, residual, epilogue)
+        recipe.ahead(request.kernel_map, request.device)
+
+
+def _conv_work(request: Request, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> Work:
+    return work_of(request, are_aligned((x, x.stride(0)), (weight, weight.shape[2])), transposed)
 
 
 class _Sizes(NamedTuple):
@@ -102,16 +108,17 @@ class _Sizes(NamedTuple):
     part_of: None = None
 
 
-def _operands(layer: ExpectedLayer, dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sizes, and input, output and weight without memory."""
+def _operands(
+    layer: ExpectedLayer, dtype: torch.dtype, device: torch.device
+) -> tuple[Request, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The request, and input, output and weight without memory, which count as aligned."""
     expected = layer.map
     num_in, num_out = (expected.num_in, expected.num_out)[:: -1 if layer.turned else 1]
-    sizes = _Sizes(num_in, num_out, expected.num_pairs, expected.num_taps, expected.is_halved)
+    sizes: Any = _Sizes(num_in, num_out, expected.num_pairs, expected.num_taps, expected.is_halved)
     x, y = (torch.empty(1, channels, dtype=dtype, device="meta") for channels in (layer.c_in, layer.c_out))
-    shape = (expected.num_taps, layer.c_in // layer.groups, layer.c_out)
-    return sizes, x, y, torch.empty(shape, dtype=dtype, device="meta")
+    weight = torch.empty(expected.num_taps, layer.c_in // layer.groups, layer.c_out, dtype=dtype, device="meta")
+    return Request(sizes, device, dtype, layer.c_in, layer.c_out, layer.groups), x, y, weight
 
 
-def _aligned(dtype: torch.dtype, *channels: int) -> bool:
-    """Whether rows of so many channels each start at multiples of 16 bytes."""
-    return all(count * dtype.itemsize % 16 == 0 for count in channels)
+def _bias(layer: ExpectedLayer) -> torch.Tensor | None:
+    return None if layer.bias is None else torch.empty(layer.c_out, dtype=layer.bias, device="meta")

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from sparseconv.backends.base import Backend, Request
+from sparseconv.backends.base import Backend, Request, with_dense_rows
 from sparseconv.backends.float8 import FLOAT8
+from sparseconv.backends.triton_implicit_gemm.ahead import conv_ahead, weight_grad_ahead
 from sparseconv.backends.triton_implicit_gemm.config import (
     DEEP,
     PARTIAL_BYTES,
-    SIZES_AN_OCTAVE,
     Work,
     conv_candidates,
     steady_rows,
     weight_grad_candidates,
 )
 from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
-from sparseconv.backends.triton_implicit_gemm.recipe import interpreted, precision_of
+from sparseconv.backends.triton_implicit_gemm.recipe import (
+    are_aligned,
+    card_of,
+    density,
+    interpreted,
+    octave,
+    precision_of,
+    work_of,
+)
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, considered, tuning_enabled
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.cards import refusal
@@ -62,7 +69,7 @@ class TritonImplicitGemm(Backend):
         if request.device.type != "cuda":
             no = f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
             return None if interpreted() else no
-        if request.dtype == FLOAT8 and _card(request.device)[1] < (8, 9):
+        if request.dtype == FLOAT8 and card_of(request.device)[1] < (8, 9):
             return "multiplies float8 on cards of compute capability 8.9 and later"
         return refusal(request.device)
 
@@ -116,7 +123,7 @@ class TritonImplicitGemm(Backend):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """fp32 sums, or e4m3 of them in the one store; on fp32 where a card has no matrix units for e4m3."""
-        if x.is_cuda and _card(x.device)[1] < (8, 9):
+        if x.is_cuda and card_of(x.device)[1] < (8, 9):
             return super().float8(x, weight, kernel_map, groups, bias, rescale, residual)
         numbers = bias if rescale is None else rescale.packed(bias)
         out = torch.float32 if rescale is None else FLOAT8
@@ -141,7 +148,7 @@ class TritonImplicitGemm(Backend):
 
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out): runs of each tap's pairs, summed in fp32 and added in a fixed order."""
-        x, grad_out = _rows(x), _rows(grad_out)
+        x, grad_out = with_dense_rows(x), with_dense_rows(grad_out)
         (_, c_in), (_, c_out), dtype = x.shape, grad_out.shape, x.dtype
         out = scratch(kernel_map.num_taps, c_in // groups, c_out, dtype=dtype, device=x.device)
         key = (
@@ -164,7 +171,7 @@ class TritonImplicitGemm(Backend):
                 (x, grad_out, out),
                 kernel_map,
                 (c_in, c_out, groups),
-                (_aligned(x, x.stride(0)) and _aligned(grad_out, grad_out.stride(0)), False),
+                (are_aligned((x, x.stride(0)), (grad_out, grad_out.stride(0))), False),
                 weight_grad_candidates,
                 partial(WeightGradRecipe, x=x, grad_out=grad_out, num_taps=kernel_map.num_taps),
             )
@@ -227,7 +234,7 @@ class TritonImplicitGemm(Backend):
         if not x.shape[1]:  # a channel of zeros gives the same sums
             x, (taps, *sides) = x.new_zeros(len(x), groups), weight.shape
             weight = weight.new_zeros(taps, *((sides[0], groups) if transposed else (1, sides[1])))
-        x = _rows(x)
+        x = with_dense_rows(x)
         weight = weight.contiguous() if out_dtype is None else weight  # 8 bits are copied unless they lie transposed
         bias = None if bias is None else bias.contiguous()
         residual = None if residual is None else residual.contiguous()
@@ -261,7 +268,7 @@ class TritonImplicitGemm(Backend):
                 tensors,
                 kernel_map,
                 (*channels, groups),
-                (_aligned(x, x.stride(0)) and _aligned(weight, shape[2]), transposed),
+                (are_aligned((x, x.stride(0)), (weight, shape[2])), transposed),
                 conv_candidates,
                 partial(recipe, bias=bias, residual=residual, epilogue=epilogue),
                 None if transposed or out_dtype else partial(self._gradients_ahead, x, weight, out, kernel_map, groups),
@@ -286,12 +293,12 @@ class TritonImplicitGemm(Backend):
         compile what is likely asked for next, where this has to be compiled too.
         """
         device = tensors[0].device
-        form = (key, kernel_map.num_taps, _octave(kernel_map, kind[1]), device, tuning_enabled())
+        form = (key, kernel_map.num_taps, octave(kernel_map, kind[1]), device, tuning_enabled())
         guess = self._latest.get(form)
         if guess is not None:
             with listing():
                 guess.prepare(kernel_map)  # what it launches runs while the number of pairs is on its way to the host
-        place = (*form, _density(kernel_map, kind[1]))
+        place = (*form, density(kernel_map, kind[1]))
         recipe = self._recipes.get(place)
         if recipe is None:
             work = work_of(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
@@ -330,71 +337,11 @@ class TritonImplicitGemm(Backend):
         """Start to compile the candidates for those gradients of a forward that will be wanted."""
         request = Request(kernel_map, x.device, x.dtype, x.shape[1], out.shape[1], groups)
         if weight.requires_grad:
-            work = work_of(request, _aligned(x, x.stride(0)) and _aligned(out, out.stride(0)))
-            for sums in considered(weight_grad_candidates(work)):
-                WeightGradRecipe(sums, work, x, out, kernel_map.num_taps).ahead(kernel_map, x.device)
+            weight_grad_ahead(request, x, out)
         if x.requires_grad:
-            work = work_of(request, _aligned(out, out.stride(0)) and _aligned(weight, weight.shape[2]), True)
-            for tile in considered(conv_candidates(work)):
-                ConvRecipe(tile, work, out, weight, True).ahead(kernel_map, x.device)
+            conv_ahead(request, out, weight, True)
 
 
 def _bound(recipe: ConvRecipe | WeightGradRecipe, kernel_map: KernelMap) -> Callable[..., None]:
     with listing():
         return recipe.bind(kernel_map)
-
-
-def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
-    """The estimate's view of a request: of its forward and weight gradient, or, transposed, of its input gradient.
-
-    Maps of one size are one to it: what is chosen and compiled for one serves all. A part of a map counts as that map.
-    """
-    kernel_map, groups = request.kernel_map, request.groups
-    channels = (request.c_in // groups, request.c_out // groups)
-    channels = channels[::-1] if transposed else channels
-    num_rows = round(2 ** (_octave(kernel_map, transposed) / SIZES_AN_OCTAVE))
-    num_pairs = round(num_rows * kernel_map.num_taps * _density(kernel_map, transposed) / 8)
-    processors, capability = _card(request.device) if request.device.type == "cuda" else (132, (0, 0))
-    return Work(
-        request.dtype,
-        num_rows,
-        num_pairs,
-        kernel_map.num_taps,
-        *channels,
-        groups,
-        aligned,
-        processors,
-        capability,
-        transposed,
-        precision_of(request.dtype),
-    )
-
-
-def _octave(kernel_map: KernelMap, transposed: bool) -> int:
-    """The order of magnitude of the output rows, in parts of a power of two."""
-    sizes = kernel_map.part_of or kernel_map
-    return round(SIZES_AN_OCTAVE * math.log2(max(1, sizes.num_in if transposed else sizes.num_out)))
-
-
-def _density(kernel_map: KernelMap, transposed: bool) -> int:
-    """Eighths of the pairs that there can be."""
-    sizes = kernel_map.part_of or kernel_map
-    rows = sizes.num_in if transposed else sizes.num_out
-    return round(8 * sizes.num_pairs / max(1, rows * kernel_map.num_taps))
-
-
-@cache
-def _card(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """Multiprocessors and compute capability."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, (properties.major, properties.minor)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x, copied only if its rows are not contiguous runs of channels."""
-    lies = x.is_contiguous() or (x.shape[1] <= x.stride(0) and (x.stride(1) == 1 or x.shape[1] <= 1))
-    return x if lies else x.contiguous()
-
-
-def _aligned(x: torch.Tensor, stride: int) -> bool:
-    return x.data_ptr() % 16 == 0 and stride * x.element_size() % 16 == 0

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.backends.triton_implicit_gemm.config import Work
+from sparseconv.backends.triton_implicit_gemm.config import SIZES_AN_OCTAVE, Work
 from sparseconv.gpu.program import Program, program_of
 from sparseconv.torch_private import allows_tf32
+
+if TYPE_CHECKING:
+    from sparseconv.backends.base import Request
+    from sparseconv.geometry.kernel_map import KernelMap
 
 #: offsets from a pointer that a kernel may compute in 32 bits
 NARROW = 2**31
@@ -61,13 +66,9 @@ def unit_of(work: Work, *strides: int) -> int:
     return unit if work.aligned and not any(stride % unit for stride in strides) else 1
 
 
-#: torch.backends.cuda.matmul.allow_tf32 without its look for a name, which takes a microsecond
-_allows_tf32 = allows_tf32
-
-
 def precision_of(dtype: torch.dtype) -> str:
     """How products of fp32 numbers are taken, by torch's own switch; halves have one way only."""
-    return "tf32" if dtype != torch.float32 or _allows_tf32() else "ieee"
+    return "tf32" if dtype != torch.float32 or allows_tf32() else "ieee"
 
 
 @functools.cache
@@ -82,3 +83,54 @@ def interpreted() -> bool:
         return type(kernel_named("conv_kernel", "kernels")).__name__ == "InterpretedFunction"
     except ImportError:
         return False
+
+
+def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
+    """The estimate's view of a request: of its forward and weight gradient, or, transposed, of its input gradient.
+
+    Maps of one size are one to it: what is chosen and compiled for one serves all. A part of a map counts as that map.
+    """
+    kernel_map, groups = request.kernel_map, request.groups
+    channels = (request.c_in // groups, request.c_out // groups)
+    channels = channels[::-1] if transposed else channels
+    num_rows = round(2 ** (octave(kernel_map, transposed) / SIZES_AN_OCTAVE))
+    num_pairs = round(num_rows * kernel_map.num_taps * density(kernel_map, transposed) / 8)
+    processors, capability = card_of(request.device) if request.device.type == "cuda" else (132, (0, 0))
+    return Work(
+        request.dtype,
+        num_rows,
+        num_pairs,
+        kernel_map.num_taps,
+        *channels,
+        groups,
+        aligned,
+        processors,
+        capability,
+        transposed,
+        precision_of(request.dtype),
+    )
+
+
+def octave(kernel_map: KernelMap, transposed: bool) -> int:
+    """The order of magnitude of the output rows, in parts of a power of two."""
+    sizes = kernel_map.part_of or kernel_map
+    return round(SIZES_AN_OCTAVE * math.log2(max(1, sizes.num_in if transposed else sizes.num_out)))
+
+
+def density(kernel_map: KernelMap, transposed: bool) -> int:
+    """Eighths of the pairs that there can be."""
+    sizes = kernel_map.part_of or kernel_map
+    rows = sizes.num_in if transposed else sizes.num_out
+    return round(8 * sizes.num_pairs / max(1, rows * kernel_map.num_taps))
+
+
+@functools.cache
+def card_of(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """Multiprocessors and compute capability."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, (properties.major, properties.minor)
+
+
+def are_aligned(*operands: tuple[torch.Tensor, int]) -> bool:
+    """Whether the rows of all operands, given with the numbers from one to the next, start at multiples of 16 bytes."""
+    return not any(t.data_ptr() % 16 or stride * t.element_size() % 16 for t, stride in operands)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from sparseconv.backends.base import turned
 from sparseconv.gpu.program import Launch
 from sparseconv.gpu.streams import scratch
 
@@ -34,7 +35,7 @@ class Step:
 
     def __call__(self, x: torch.Tensor, other: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
         if self._exchange:
-            other = exchanged(other, self._exchange)
+            other = turned(other, self._exchange).contiguous()
         if self._last is None:
             self._sums(x, other, out, *more)
             return
@@ -95,10 +96,3 @@ class Chain:
             for link in between:
                 link(x, mine, sums, x, sums)
             last(x, mine, out[:, part], x, sums)
-
-
-def exchanged(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """The weight (K, C_in/G, C_out) laid out as (K, C_out/G, C_in): each group's block transposed."""
-    taps, group_in, c_out = weight.shape
-    blocks = weight.view(taps, group_in, groups, c_out // groups).permute(0, 3, 2, 1)
-    return blocks.reshape(taps, c_out // groups, groups * group_in).contiguous()

@@ -7,9 +7,8 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -147,7 +146,6 @@ def _compile_all(
 ) -> list[tuple[Config, Any]]:
     """Compile every candidate on a thread of its own; those that this Triton or this card cannot take drop out."""
     good: list[tuple[Config, Any]] = []
-    start = time.monotonic()
 
     def build(step: Any) -> None:
         with torch.cuda.device(tensors[0].device):
@@ -155,13 +153,9 @@ def _compile_all(
 
     with ThreadPoolExecutor(len(steps)) as pool:
         futures = [pool.submit(build, step) for _, step in steps]
-        said = False
+        if wait(futures, PATIENCE).not_done:
+            logger.warning("compiling %d kernels for %s (kept for later in Triton's cache)", len(steps), key)
         for pair, future in zip(steps, futures):
-            while not future.done():
-                if not said and time.monotonic() - start > PATIENCE:
-                    said = True
-                    logger.warning("compiling %d kernels for %s (kept for later in Triton's cache)", len(steps), key)
-                time.sleep(0.005)
             error = future.exception()
             if error is None:
                 good.append(pair)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def found_edges(
             return None
         called = torch.arange(len(coarse), dtype=torch.int32)
     lines = _lines(offsets, one_grid)
-    by = _factors(space)[1:]
+    by = space.factors[1:]
     deltas = _numbers(sum(o * f for o, f in zip(first, by)) for first in lines.firsts)
     ends, held = torch.empty(len(offsets) + 1, dtype=torch.int64), torch.zeros(len(lines.taps), dtype=torch.int64)
     sizes = len(fine), len(coarse), len(deltas), len(offsets)
@@ -105,18 +105,13 @@ def reached_voxels(
 
 def _keys(space: KeySpace, coords: torch.Tensor, stride: Ints = ()) -> tuple[torch.Tensor, bool]:
     """The keys of stride * coords (M, 1+D) and a larger number behind them, (M+1,) int64; whether they ascend."""
-    by = _factors(space)
+    by = space.factors
     moved = -sum(low * factor for low, factor in zip(space.low, by))
     times = (1, *(stride or (1,) * (len(by) - 1)))
     factors = _numbers([*(f * t for f, t in zip(by, times)), moved])
     keys = torch.empty(len(coords) + 1, dtype=torch.int64)
     ascend = key_loop(len(by))(len(coords), coords.data_ptr(), factors, keys.data_ptr())
     return keys, bool(ascend)
-
-
-def _factors(space: KeySpace) -> list[int]:
-    """By how much a step along each axis changes a key, the batch first."""
-    return list(accumulate(space.size[:0:-1], int.__mul__, initial=1))[::-1]
 
 
 def _numbers(values: Iterable[int]) -> Any:

@@ -36,7 +36,8 @@ def edges_by_lines(
     keys = space.keys(fine.coords)[order]
     rows = order.int()
     queries = keys if one_grid else space.keys(coarse.coords * torch.tensor((1, *stride)))
-    deltas = [_delta(space, offset) for offset in offsets]
+    by = space.factors[1:]
+    deltas = [sum(o * f for o, f in zip(offset, by)) for offset in offsets]
     found: dict[int, Edges] = {}
     mirrors: dict[int, int] = {}
     if one_grid:
@@ -71,13 +72,6 @@ def _reach(fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints
         return KeySpace.covering(IndexRange(tuple(start), tuple(end)))
     except ValueError:
         return None
-
-
-def _delta(space: KeySpace, offset: Ints) -> int:
-    delta = 0
-    for o, size in zip(offset, space.size[1:]):
-        delta = delta * size + o
-    return delta
 
 
 def _lines(taps: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -36,6 +37,11 @@ class KeySpace:
     def covering(cls, box: IndexRange) -> KeySpace:
         """The key space of a box; an empty one gets size 1 on each axis."""
         return cls(box.start, tuple(max(1, n) for n in box.shape))
+
+    @property
+    def factors(self) -> Ints:
+        """By how much a step along each axis changes a key, the batch first."""
+        return tuple(accumulate(self.size[:0:-1], int.__mul__, initial=1))[::-1]
 
     def contains(self, coords: torch.Tensor) -> torch.Tensor:
         """Which rows of coords (M, 1+D) have a key, (M,) bool."""

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.autograd_function import Function
+from sparseconv.geometry.gpu.reached.kernels import one_of
 from sparseconv.gpu.launcher import Launcher, pointer
 
 BLOCK_N, BLOCK_C = 64, 32
@@ -112,15 +113,8 @@ def dense_kernel(
     cell = tl.zeros((BLOCK_N,), dtype=tl.int64)
     cells = tl.full((), 1, dtype=tl.int64)
     for axis in tl.static_range(RANK):
-        if axis == 0:
-            start, size = start0, size0
-        elif axis == 1:
-            start, size = start1, size1
-        elif axis == 2:
-            start, size = start2, size2
-        else:
-            start, size = start3, size3
-        place = tl.load(at + 1 + axis, mask=live, other=0).to(tl.int64) - start
+        size = one_of(axis, size0, size1, size2, size3)
+        place = tl.load(at + 1 + axis, mask=live, other=0).to(tl.int64) - one_of(axis, start0, start1, start2, start3)
         inside = inside & (place >= 0) & (place < size)
         cell = cell * size + place
         cells = cells * size
