@@ -239,7 +239,9 @@ class _Backward:
         """Add what a block gives for parameters."""
         for at, grad in enumerate(found):
             if grad is not None:
-                self._add(("sums", at, 0), grad.to(torch.promote_types(grad.dtype, torch.float32)))
+                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                key = ("sums", at, 0)
+                self.grads[key] = self.grads[key].add_(grad) if key in self.grads else grad
 
     def _load(self, number: int, grid: VoxelGrid, rows: torch.Tensor, boxes: dict[int, IndexRange]) -> torch.Tensor:
         """What `Run.load` loads, as leaves that a gradient is found for."""
