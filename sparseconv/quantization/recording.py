@@ -196,8 +196,8 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(result, (torch.Tensor, SparseTensor)):
             raise ValueError(f"{name} returns {type(result).__name__}; recorded layers return one tensor")
         if kind == "wide":
-            unseen = "of the scene that no layer is seen to make: pass sparse tensors, or keep what makes it"
-            tree = self.referred((args, kwargs), (f"{name} is called with", unseen), self.constants)
+            words = "of the scene that no layer is seen to make: pass sparse tensors, or keep what makes it"
+            tree = self.referred((args, kwargs), (f"{name} is called with", words), self.constants)
             self.add(kind, name, tuple(ref.value for ref in refs_in(tree)), result, module, call=tree)
             return
         given = {**dict(zip(("input", "onto" if len(args) > 1 else ""), args)), **kwargs}

@@ -65,8 +65,8 @@ class Loops(Emitter):
                         here = self.b.gep(w, [self.b.mul(start, w_row)])
                         for block, column, is_last in self.blocks():
                             near, own, begin = (self.b.gep(base, [column]) for base in (y, w, bias))
-                            beside = self.b.gep(here, [self.b.add(column, self.place(sum(block)))])
-                            coming = self.b.select(is_last, after, beside)
+                            following = self.b.gep(here, [self.b.add(column, self.place(sum(block)))])
+                            coming = self.b.select(is_last, after, following)
                             most = self.edges_together(block)
                             for edge, rows in self.tiled(first, last, {most, 4, 1}):
                                 ahead = None
@@ -99,8 +99,8 @@ class Loops(Emitter):
                     shift, turn = self.b.sub(ahead, start), self.variable(self.place(0))
                     for block, column, is_last in self.blocks():
                         own = self.b.gep(w, [column])
-                        beside = self.b.gep(own, [self.place(sum(block))])
-                        coming = self.b.select(is_last, after, beside)
+                        following = self.b.gep(own, [self.place(sum(block))])
+                        coming = self.b.select(is_last, after, following)
                         most = (6 if self.registers == 32 else 4) if len(block) > 2 else 8
                         if self.registers == 16 and len(block) == 2:
                             most = 4

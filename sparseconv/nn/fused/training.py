@@ -148,7 +148,7 @@ class _Trained(torch.autograd.Function):
             edges, rows = (call.edges, call.groups, call.backend), call.kernel_map.num_in
             if needs[4 + 3 * at]:  # first: its partial sums then lie where the input gradient will be
                 if at == 0 and source is not None:
-                    if streams is not None:  # what the sums beside this pass read makes room for what is made next
+                    if streams is not None:  # what sums on the side stream read makes room for what is made next
                         streams.catch_up()
                     if last_time and ctx.own:
                         _let_go(middles[1:])  # read for the last time; the node holds them until it ends
