@@ -13,7 +13,7 @@ import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from sparseconv.backends.base import Request
-from sparseconv.backends.triton_implicit_gemm import backend as triton_backend
+from sparseconv.backends.triton_implicit_gemm import recipe as recipes
 from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
@@ -158,7 +158,7 @@ def test_of_some_layers_nothing_is_said(make) -> None:
 
 
 def test_what_is_expected_is_what_recipes_compile(asked, monkeypatch) -> None:
-    monkeypatch.setattr(triton_backend, "_card", lambda _: (132, (9, 0)))
+    monkeypatch.setattr(recipes, "card_of", lambda _: (132, (9, 0)))
     monkeypatch.setattr(cooperative, "_processors", lambda _: 132)
     monkeypatch.setattr(launching, "compilers_for", lambda _: SimpleNamespace(is_usable=True))
     begun: set = set()
@@ -175,13 +175,13 @@ def test_what_is_expected_is_what_recipes_compile(asked, monkeypatch) -> None:
         weight = torch.empty(kernel_map.num_taps, c_in, c_out, dtype=torch.float16)
         bias = torch.empty(c_out) if (c_in, c_out) == (32, 32) else None
         for transposed in (False, True)[: 1 + (c_in > 5)]:
-            work = triton_backend.work_of(request, c_in > 5, transposed)
+            work = recipes.work_of(request, c_in > 5, transposed)
             config = conv_candidates(work)[0]
             recipe = ConvRecipe(config, work, y if transposed else x, weight, transposed, None if transposed else bias)
             parts = recipe._parts(min(config.split, kernel_map.num_taps))
             needed |= {_told(recipe._program(part, False)[0]) for part in parts}
             needed |= {_told(recipe._combination(config.split))} if parts[0].to_slots else set()
-        work = triton_backend.work_of(request, c_in > 5)
+        work = recipes.work_of(request, c_in > 5)
         sums = WeightGradRecipe(weight_grad_candidates(work)[0], work, x, y, kernel_map.num_taps)
         jobs = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, sums._max_jobs, JOB_QUANTUM)
         needed.add(_told(sums._program(jobs == kernel_map.num_taps, False)[0]))

@@ -168,6 +168,20 @@ def test_steps_equal_eager_ones_and_norms_take_what_only_they_feed(case, found):
     assert found["runs"][-norms:] == (sorted(wanted) if case is residual_of_two_norms else wanted)
 
 
+@pytest.mark.parametrize("case", [plain, residual, both, in_place], ids=lambda case: case.__name__)
+def test_steps_with_norms_in_evaluation_equal_eager_ones(case):
+    """As in fine-tuning: gradients go through norms whose statistics stay."""
+    torch.manual_seed(0)
+    net = Net(case).to(DEVICE)
+    steps(net, (3,))  # statistics that are not those of a new network
+    net.norm.eval()
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for a, b in zip(steps(net, range(1, 6)), steps(twin, range(1, 6))):
+        same(a, b)
+    assert replays(net) >= 3
+
+
 @pytest.fixture
 def found_in_inference(monkeypatch):
     """What norms of inference were given: whether a residual, whether a ReLU."""
