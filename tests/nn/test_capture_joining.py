@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -295,6 +296,15 @@ def test_what_stands_for_a_norm_is_read_by_nobody():
     ):
         with pytest.raises(joining.Changed, match="differs from call to call"):
             joins(joined, *calls)
+
+
+def test_what_stood_for_a_norm_goes_with_its_ReLU():
+    run = joining.Joining([joining.Joined(True)])
+    y = run.norm(lambda other, is_activated: torch.ones(3, 2), torch.zeros(3, 2), 0)
+    y, stand_in = run.call(add, (y, torch.ones(3, 2)), {}), weakref.ref(y)
+    run.call(relu, (y,), {})
+    del y
+    assert stand_in() is None, "each would keep as much memory as the features of its layer"
 
 
 class Counter(torch.nn.Module):

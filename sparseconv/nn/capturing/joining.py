@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -150,8 +151,8 @@ class Joining(Norms):
         #: what stands for a norm, and for its sum: the norm, and its residual once that is known
         self._waiting: dict[int, tuple[torch.Tensor, Run, list[torch.Tensor]]] = {}
         self._active: dict[int, torch.Tensor] = {}
-        #: what stood for a norm whose ReLU was asked for: nobody may ask for it again
-        self._done: dict[int, torch.Tensor] = {}
+        #: what stood for a norm whose ReLU was asked for, while somebody holds it: nobody may ask for it again
+        self._done: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
     def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
         if self._number == len(self._joined):
