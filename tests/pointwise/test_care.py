@@ -14,7 +14,7 @@ from sparseconv.pointwise import Epilogue, StridedBuffer, pointwise_dynamic
 from sparseconv.pointwise.epilogue import with_constants
 from sparseconv.pointwise.operations import activations, batch
 from sparseconv.pointwise.operations import arithmetic as arith
-from tests.pointwise.cases import by_kernel, needs_kernels
+from tests.pointwise.cases import DEVICE, by_kernel, needs_kernels
 
 INF, NAN = float("inf"), float("nan")
 
@@ -213,10 +213,12 @@ def test_compiled_outputs_are_checked_too():
 
 @needs_kernels
 def test_kernels_see_the_values_of_negated_views():
-    x = negated(3, 4)
+    x = negated(3, 4).to(DEVICE)
+    x = torch._neg_view(-x)  # which a copy to a card has resolved
+    assert x.is_neg()
     assert torch.equal(by_kernel(pw.copy)(x), x)
     with pytest.raises(ValueError, match="the negative of what lies in its memory"):
-        by_kernel(pw.copy)(torch.ones(3, 4), out=x)
+        by_kernel(pw.copy)(torch.ones(3, 4, device=DEVICE), out=x)
     with pytest.raises(ValueError, match="the negative or conjugate"):
         StridedBuffer(x)
 
@@ -227,7 +229,7 @@ def test_bounds_that_are_not_numbers(bounds):
     low, high = bounds
     by_both = {(True, True): activations.clamp_both, (True, False): activations.clamp_min}
     function = by_both.get((low is not None, high is not None), activations.clamp_max)
-    x = torch.tensor([NAN, -3.0, 0.0, 3.0, INF])
+    x = torch.tensor([NAN, -3.0, 0.0, 3.0, INF], device=DEVICE)
     got = by_kernel(function)(x, *(bound for bound in bounds if bound is not None))
     assert torch.allclose(got, torch.clamp(x, low, high), equal_nan=True)
 
@@ -238,7 +240,7 @@ def test_bounds_that_are_not_numbers(bounds):
 def test_numbers_of_other_libraries_as_constants(value):
     scalar = with_constants(pw.leaky_relu, value)
     function = pointwise_dynamic(scalar.jitted, name="constant", promotion_methods=[(0, "DEFAULT")])
-    x = torch.tensor([-1.0, 2.0])
+    x = torch.tensor([-1.0, 2.0], device=DEVICE)
     assert torch.equal(function.kernel_path(x), torch.where(x > 0, x, x * float(value)))
 
 
