@@ -298,6 +298,15 @@ def test_what_stands_for_a_norm_is_read_by_nobody():
             joins(joined, *calls)
 
 
+@pytest.mark.parametrize("which", ["input", "residual"])
+def test_what_a_norm_reads_must_not_change_before_its_ReLU(which):
+    run, x, other = joining.Joining([joining.Joined(True)]), torch.zeros(3, 2), torch.ones(3, 2)
+    y = run.call(add, (run.norm(lambda other, is_activated: torch.ones(3, 2), x, 0), other), {})
+    (x if which == "input" else other).add_(1)
+    with pytest.raises(joining.Changed, match="differs from call to call"):
+        run.call(relu, (y,), {})
+
+
 def test_what_stood_for_a_norm_goes_with_its_ReLU():
     run = joining.Joining([joining.Joined(True)])
     y = run.norm(lambda other, is_activated: torch.ones(3, 2), torch.zeros(3, 2), 0)

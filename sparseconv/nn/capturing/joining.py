@@ -7,6 +7,7 @@ inference a watched run with gradients tells, and norms that it asked for once h
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ class Watched(Norms):
                 joined = other.joined(run(other).tensors)
         except Exception:  # nobody asked for this run: whatever fails in it is no failure of the capture
             return Norms()
+        finally:
+            gc.collect()  # maps and the gradient's graph hold one another, with all that this keeps
         here, there, told = Counter(self.keys), Counter(other.keys), dict(zip(other.keys, joined))
         return [told[key] if here[key] == there[key] == 1 else None for key in self.keys]
 
@@ -143,13 +146,14 @@ class Watched(Norms):
 class Joining(Norms):
     """Norms one by one, each with what follows it.
 
-    A norm with a residual waits for that: until its ReLU is asked for, a tensor that holds nothing stands for it.
+    A norm with a residual waits for that: until its ReLU is asked for, a tensor that holds nothing stands for it. What
+    the norm reads then must be as it was.
     """
 
     def __init__(self, joined: Sequence[Joined | None]) -> None:
         self._joined, self._number = joined, 0
-        #: what stands for a norm, and for its sum: the norm, and its residual once that is known
-        self._waiting: dict[int, tuple[torch.Tensor, Run, list[torch.Tensor]]] = {}
+        #: what stands for a norm, and for its sum: the norm, what it reads with versions, and its residual once known
+        self._waiting: dict[int, tuple[torch.Tensor, Run, list[tuple[torch.Tensor, int]], list[torch.Tensor]]] = {}
         self._active: dict[int, torch.Tensor] = {}
         #: what stood for a norm whose ReLU was asked for, while somebody holds it: nobody may ask for it again
         self._done: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -163,7 +167,7 @@ class Joining(Norms):
             return run(None, False)
         if joined.has_residual:
             y = torch.empty_like(input)
-            self._waiting[id(y)] = y, run, []
+            self._waiting[id(y)] = y, run, [(input, input._version)], []
         else:
             y = run(None, True)
             self._active[id(y)] = y
@@ -182,12 +186,13 @@ class Joining(Norms):
             self._done[id(y)] = y
             return y.view_as(y)
         if len(given) == 1 and id(y) in self._waiting:
-            _, run, residual = self._waiting[id(y)]
-            if function in RELU and residual:
+            _, run, read, residual = self._waiting[id(y)]
+            if function in RELU and residual and all(t._version == version for t, version in read):
                 self._done[id(y)] = self._waiting.pop(id(y))[0]
                 return run(residual[0], True)
             if function in SUM and not residual and _is_sum_of_two(args, kwargs):
                 residual.append(args[1] if args[0] is y else args[0])
+                read.append((residual[0], residual[0]._version))
                 return y
         raise Changed()
 
