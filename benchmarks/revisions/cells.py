@@ -15,6 +15,8 @@ MAPS, LAYERS = ("captured_map", "eager_map"), ("forward", "step")
 NETWORKS, FIRST = ("captured_step", "captured_inference"), "first_gradient"
 #: times the old revision's that the new one's may take; and what an isolated eager map may take more, in milliseconds
 RATIO, EAGER_MS = 1.03, 0.040
+#: a turn counts whose host took at most this much of its quickest pace in the run: other tenants of a host double it
+QUIET = 1.25
 
 
 class Cell(NamedTuple):
@@ -31,6 +33,11 @@ class Cell(NamedTuple):
     @property
     def kind(self) -> str:
         return "network" if self.quantity in NETWORKS else FIRST if self.quantity == FIRST else "layer"
+
+    @property
+    def is_launched_by_the_host(self) -> bool:
+        """Whether each repeat runs Python on the host; a graph's replay does not."""
+        return self.quantity in ("eager_map", *LAYERS)
 
 
 def every() -> list[Cell]:
@@ -64,15 +71,33 @@ def chosen(words: Sequence[str]) -> list[Cell]:
     return [*(cell for cell in every() if any(word in cell.name for word in parts)), *whole]
 
 
-def joined(cell: Cell, old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
+def quiet(paces: Sequence[float], quickest: float) -> list[int]:
+    """The rounds in which a side's host was quiet, by `sparseconv.bench.timing.pace`.
+
+    >>> quiet([40.0, 82.0, 44.0], quickest=39.0)
+    [0, 2]
+    """
+    return [i for i, pace in enumerate(paces) if pace <= QUIET * quickest]
+
+
+def joined(
+    cell: Cell, old: Sequence[float], new: Sequence[float], counted: Sequence[Sequence[int]] = ()
+) -> dict[str, Any]:
     """The row of a cell: a figure a round and side, in the order in which they were taken.
+
+    Args:
+        cell: what was measured.
+        old: figures of the old revision, one a round.
+        new: figures of the new revision.
+        counted: the rounds of each side that count; all where it is empty.
 
     >>> row = joined(Cell("eager_map", "shell_64", 32), [1.0, 1.1, 1.0], [1.02, 1.1, 1.03])
     >>> row["ratio"], row["ratios"], row["difference"], row["holds"]
     (1.02, [1.0, 1.03], 0.02, True)
     """
-    a, b = statistics.median(old), statistics.median(new)
-    ratios = [n / o for o, n in zip(old, new)]
+    old_counted, new_counted = ([r[i] for i in c] for r, c in zip((old, new), counted)) if counted else (old, new)
+    a, b = statistics.median(old_counted), statistics.median(new_counted)
+    ratios = [n / o for o, n in zip(old_counted, new_counted)]
     allowed = a + EAGER_MS if cell.quantity == "eager_map" else RATIO * a
     return {
         "old": {"median": a, "rounds": list(old)},
