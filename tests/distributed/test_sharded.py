@@ -132,6 +132,7 @@ def test_residual_and_epilogue():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # eight processes on two cores take four minutes
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 6, 7, 8])
 def test_all_orders_and_origins(world):
     pairs = [(order, how) for order in ORDERS for how in HOWS]
