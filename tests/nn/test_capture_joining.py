@@ -265,6 +265,40 @@ def test_inference_is_right_where_a_run_with_gradients_tells_nothing(kind):
     assert replays(net) >= 3
 
 
+class Returned(Norms):
+    """Returns what its ReLU reads, or a sum of that, too."""
+
+    def __init__(self, is_sum):
+        super().__init__()
+        self.is_sum = is_sum
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.norm(x.features) + x.features if self.is_sum else self.norm(x.features)
+        return {"before": x.replace_feature(y), "after": relu(y)}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("is_sum", [False, True], ids=["norm", "sum"])
+def test_what_a_call_returns_is_read_by_more_than_its_ReLU(is_sum, training):
+    torch.manual_seed(0)
+    net = Returned(is_sum).to(DEVICE).train(training)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    with torch.set_grad_enabled(training):
+        for seed in range(1, 6):
+            coords = coords_of(seed, 40 + 10 * seed)
+            scenes = (spconv.SparseConvTensor(features_of(seed, coords), coords, [12, 12, 12], 2) for _ in range(2))
+            made = []
+            for one, scene in zip((net, twin), scenes):
+                found = one(scene)
+                made.append([found["before"].features, found["after"]])
+                if training:
+                    made[-1] += torch.autograd.grad(made[-1][0].square().sum() + made[-1][1].sum(), one.parameters())
+            same(*made)
+    assert replays(net) >= 3, nn.explain(net)
+
+
 def joins(joined, *calls):
     """A run of one norm, then calls on what it gave."""
     run = joining.Joining(joined)

@@ -101,8 +101,8 @@ class Watched(Norms):
 
     def joined(self, ends: Sequence[torch.Tensor]) -> list[Joined | None]:
         """By norm, what later runs may join; ``ends`` are the results of the run."""
-        users: Counter[Any] = Counter()
-        seen, left = set(), [t.grad_fn for t in ends if t.grad_fn is not None]
+        left = [t.grad_fn for t in ends if t.grad_fn is not None]
+        seen, users = set(), Counter[Any](left)  # who called reads a result, too
         while left:
             node = left.pop()
             if node in seen:
