@@ -299,6 +299,42 @@ def test_what_a_call_returns_is_read_by_more_than_its_ReLU(is_sum, training):
     assert replays(net) >= 3, nn.explain(net)
 
 
+class ReadByANorm(Norms):
+    """What a ReLU reads is read by another norm, whose result gives no gradient."""
+
+    def __init__(self, is_sum, is_unused):
+        super().__init__()
+        self.second = torch.nn.BatchNorm1d(8)
+        self.is_sum, self.is_unused = is_sum, is_unused
+
+    def forward(self, x):
+        x = self.first(x).features
+        y = self.norm(x) + x if self.is_sum else self.norm(x)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_unused):
+            self.second(y)
+        return relu(y)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("is_unused", [False, True], ids=["without a gradient", "unused"])
+@pytest.mark.parametrize("is_sum", [False, True], ids=["norm", "sum"])
+def test_a_norm_reads_what_another_gives_to_its_ReLU(is_sum, is_unused, training):
+    torch.manual_seed(0)
+    net = ReadByANorm(is_sum, is_unused).to(DEVICE).train(training)
+    net.second.train()
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    with torch.set_grad_enabled(training):
+        for seed in range(1, 6):
+            coords = coords_of(seed, 40 + 10 * seed)
+            scenes = (spconv.SparseConvTensor(features_of(seed, coords), coords, [12, 12, 12], 2) for _ in range(2))
+            got, want = (one(scene) for one, scene in zip((net, twin), scenes))
+            if training:
+                got.sum().backward()
+            same([got, *net.buffers()], [want, *twin.buffers()])
+    assert replays(net) >= 3, nn.explain(net)
+
+
 def joins(joined, *calls):
     """A run of one norm, then calls on what it gave."""
     run = joining.Joining(joined)
@@ -325,6 +361,8 @@ def test_what_stands_for_a_norm_is_read_by_nobody():
         (with_sum, ask(add, other[:1]), ask(relu)),
         (with_sum, ask(add, other), lambda run, y: run.call(relu, (y,), {}) + run.call(add, (y, other), {})),
         (with_relu, lambda run, y: run.call(relu, (y,), {}) + run.call(add, (y, other), {})),
+        ([*with_relu, None], lambda run, y: run.norm(None, y, 1)),
+        ([*with_sum, None], ask(add, other), lambda run, y: run.norm(None, y, 1)),
         ([],),
         ([None, None],),
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -80,6 +80,8 @@ class Watched(Norms):
 
     def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
         self.keys.append(key)
+        if id(input) in self._results:  # it may be read without a gradient
+            self._results[id(input)].uses.append((torch.nn.functional.batch_norm, None))
         self._norms.append(self._noted(run(None, False)))
         return self._norms[-1].tensor
 
@@ -159,7 +161,7 @@ class Joining(Norms):
         self._done: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
     def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
-        if self._number == len(self._joined):
+        if self._number == len(self._joined) or any(id(input) in place for place in self._places()):
             raise Changed()
         joined = self._joined[self._number]
         self._number += 1
@@ -174,8 +176,7 @@ class Joining(Norms):
         return y
 
     def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        places = self._waiting, self._active, self._done
-        given = [a for a in (*args, *kwargs.values()) if any(id(a) in place for place in places)]
+        given = [a for a in (*args, *kwargs.values()) if any(id(a) in place for place in self._places())]
         if not given or function in FORM:
             return None
         y = given[0]
@@ -195,6 +196,10 @@ class Joining(Norms):
                 read.append((residual[0], residual[0]._version))
                 return y
         raise Changed()
+
+    def _places(self) -> tuple[Container[int], ...]:
+        """The ids of tensors that hold no norm's result, though they stand for one."""
+        return self._waiting, self._active, self._done
 
     def end(self) -> None:
         """Raises `Changed` where something that was joined was not asked for."""

@@ -57,10 +57,10 @@ class LiveRows(TorchFunctionMode):
             self._norms.end()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, found = kwargs or {}, None
         if function is torch.nn.functional.batch_norm:
             found = self._batch_norm(*args, **kwargs)
-        else:
+        if found is None:
             found = self._norms.call(function, args, kwargs)
         if found is not None:
             return found
