@@ -274,6 +274,21 @@ def test_strided_layers_of_older_versions_reach_what_torchsparse_1_4_reaches(ker
     assert F.spdownsample(last.long(), stride, kernel, tensor_stride=step).tolist() == list(map(list, in_order))
 
 
+def test_strided_layers_of_one_tap_load_the_weights_of_their_version():
+    """(C_in, C_out) in 1.4 and 2.0, (1, C_in, C_out) in 2.1; the order of arguments changed, too."""
+    feats, coords = cloud()
+    torchsparse.set_version("2.0")
+    layer = spnn.Conv3d(3, 4, 1, 2).double()
+    layer.load_state_dict({"kernel": torch.ones(3, 4)})
+    y = layer(SparseTensor(feats, coords[:, [1, 2, 3, 0]]))
+    even = (coords[:, 1:] % 2 == 0).all(1)
+    assert sorted(y.F[:, 0].tolist()) == pytest.approx(sorted(feats[even].sum(1).tolist()))
+    torchsparse.set_version("2.1")
+    assert spnn.Conv3d(3, 4, 1, 2).kernel.shape == (1, 3, 4)
+    with pytest.raises(TypeError, match="bias=True"):
+        spnn.Conv3d(3, 4, 3, 1, 1, True)
+
+
 @pytest.mark.parametrize("padding", [0, 1, (0, 1, 2)])
 @pytest.mark.parametrize("box", [None, (2, 4, 3, 2)])
 def test_spdownsample_of_2_1_gives_the_outputs_of_windows_that_overlap(padding, box):

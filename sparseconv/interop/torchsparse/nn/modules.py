@@ -9,6 +9,7 @@ import torch
 
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, whole
+from sparseconv.interop.torchsparse.conventions import Version, get_version
 from sparseconv.interop.torchsparse.nn import functional as F
 from sparseconv.interop.torchsparse.nn.utils import fapply
 from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner
@@ -46,6 +47,9 @@ class Conv3d(torch.nn.Module):
         if generative and not transposed:
             raise ValueError("a generative layer is a transposed one: pass transposed=True, too")
         self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
+        if isinstance(dilation, bool):
+            raise TypeError("dilation must be whole numbers: padding comes before it since torchsparse 2.1, so name "
+                            "the arguments, as bias=True")  # fmt: skip
         axes(dilation, 3, "dilation", 1)
         self.dilation = dilation
         self.kernel_size, self.stride = (
@@ -57,7 +61,7 @@ class Conv3d(torch.nn.Module):
         self.padding = tuple((k - 1) // 2 if c else p for c, k, p in zip(centred, self.kernel_size, given))
         self.transposed, self.generative, self._config = transposed, generative, config
         self.kernel_volume = math.prod(self.kernel_size)
-        alone = self.kernel_volume == 1 and self.stride == (1, 1, 1)
+        alone = self.kernel_volume == 1 and (self.stride == (1, 1, 1) or get_version() is Version.LAST)
         channels = self.in_channels, self.out_channels
         shape = channels if alone else (self.kernel_volume, *channels)
         self.kernel = torch.nn.Parameter(torch.empty(shape))
