@@ -274,6 +274,16 @@ def test_strided_layers_of_older_versions_reach_what_torchsparse_1_4_reaches(ker
     assert F.spdownsample(last.long(), stride, kernel, tensor_stride=step).tolist() == list(map(list, in_order))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_group_norm_of_halves_is_counted_in_fp32(dtype):
+    """Squares of 300 are past fp16."""
+    feats, coords = cloud(channels=6)
+    halves, layer = (feats * 400 + 1000).to(dtype), spnn.GroupNorm(3, 6)
+    got, wanted = layer(SparseTensor(halves, coords)).F, layer(SparseTensor(halves.float(), coords)).F
+    assert got.dtype == dtype
+    assert torch.allclose(got.float(), wanted, rtol=1e-2, atol=1e-2)
+
+
 def test_strided_layers_of_one_tap_load_the_weights_of_their_version():
     """(C_in, C_out) in 1.4 and 2.0, (1, C_in, C_out) in 2.1; the order of arguments changed, too."""
     feats, coords = cloud()

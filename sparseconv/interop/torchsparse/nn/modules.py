@@ -113,10 +113,11 @@ class InstanceNorm(torch.nn.InstanceNorm1d):
 
 
 class GroupNorm(torch.nn.GroupNorm):
-    """``torch.nn.GroupNorm`` over the voxels of each batch item."""
+    """``torch.nn.GroupNorm`` over the voxels of each batch item; statistics in fp32 for halves."""
 
     def forward(self, input: Any) -> Any:
         x, items = checked(input).feats, inner(input.coords, input.stride)[:, 0]
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         groups = PointGroups(items, int(items.max()) + 1 if len(items) else 0)
         size = x.shape[1] // self.num_groups
 
@@ -127,7 +128,7 @@ class GroupNorm(torch.nn.GroupNorm):
 
         centred = x - mean(x)
         out = centred * (mean(centred**2) + self.eps).rsqrt()
-        return input.like(out if self.weight is None else out * self.weight + self.bias)
+        return input.like((out if self.weight is None else out * self.weight + self.bias).to(input.feats.dtype))
 
 
 class ReLU(torch.nn.ReLU):
