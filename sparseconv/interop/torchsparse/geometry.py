@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,8 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.interop.arguments import scaled
 from sparseconv.interop.torchsparse.conventions import (
     Version,
+    check_downsample_mode,
+    check_kmap_mode,
     get_allow_negative_coordinates,
     get_downsample_mode,
     get_kmap_mode,
@@ -34,27 +36,41 @@ def window(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:
     return {"taps": tuple(tap[::-1] for tap in itertools.product(*map(range, kernel))), **back}
 
 
-def _centred() -> bool:
-    return get_version() is Version.LAST or get_kmap_mode() == "hashmap"
+class Modes(NamedTuple):
+    """How layers of torchsparse 2.1 place windows and outputs, see `set_kmap_mode` and `set_downsample_mode`."""
+
+    kmap: str
+    downsample: str
+
+    @classmethod
+    def of(cls, config: Any = None) -> Modes:
+        """Those of a layer's own settings, and the global ones where it has none."""
+        given = {} if config is None or get_version() is Version.LAST else config
+        kmap = check_kmap_mode(given.get("kmap_mode", get_kmap_mode()))
+        return cls(kmap, check_downsample_mode(given.get("downsample_mode", get_downsample_mode())))
+
+    @property
+    def centred(self) -> bool:
+        return get_version() is Version.LAST or self.kmap == "hashmap"
 
 
-def centre(kernel: Ints) -> Ints:
+def centre(kernel: Ints, centred: bool) -> Ints:
     """How far a window begins before its voxel: (k - 1) // 2 on every axis, or 0 where the number of taps is even.
 
     The latter holds for torchsparse 2.1's default way to build maps alone.
     """
-    if _centred() or math.prod(kernel) % 2:
+    if centred or math.prod(kernel) % 2:
         return tuple((k - 1) // 2 for k in kernel)
     return (0,) * len(kernel)
 
 
-def submanifold(grid: VoxelGrid, kernel: Ints, dilation: Ints) -> ConvolutionPlan:
+def submanifold(grid: VoxelGrid, kernel: Ints, dilation: Ints, modes: Modes) -> ConvolutionPlan:
     """The plan of a layer at stride 1."""
-    return ConvolutionPlan(grid, **window(kernel, centre(kernel), dilation))
+    return ConvolutionPlan(grid, **window(kernel, centre(kernel, modes.centred), dilation))
 
 
 def strided(
-    grid: VoxelGrid, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, spatial_range: Ints | None
+    grid: VoxelGrid, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, spatial_range: Ints | None, modes: Modes
 ) -> tuple[ConvolutionPlan, Ints | None]:
     """The plan of a strided layer, and the spatial range of its outputs.
 
@@ -62,8 +78,8 @@ def strided(
     they are all that the window reaches within [0, n), n being the cells of a dense layer's output: of the spatial
     range, or of the voxels' own extent. In versions 1.4 and 2.0 they are all from the voxels' least coordinates on.
     """
-    steps, shift = stride[::-1], centre(kernel)
-    if _centred() and (tiles(kernel, stride) or get_downsample_mode() == "minkowski"):
+    steps, shift = stride[::-1], centre(kernel, modes.centred)
+    if modes.centred and (tiles(kernel, stride) or modes.downsample == "minkowski"):
         coarse = ConvolutionPlan(grid, steps, stride=steps, padding=0).target
         return ConvolutionPlan(grid, stride=steps, target=coarse, **window(kernel, shift, dilation)), spatial_range
     if get_version() is Version.LAST:
@@ -81,8 +97,8 @@ def strided(
     plan = ConvolutionPlan(grid, stride=steps, target="full", **dense)
     low = plan.target.extent.start if get_allow_negative_coordinates() else (0,) * grid.rank
     target = _within(plan.target, low, shape[::-1])
-    if target is not plan.target or _centred():
-        placed = window(kernel, shift, dilation) if _centred() else dense
+    if target is not plan.target or modes.centred:
+        placed = window(kernel, shift, dilation) if modes.centred else dense
         plan = ConvolutionPlan(grid, stride=steps, target=target, **placed)
     return plan, None if spatial_range is None else (spatial_range[0], *shape)
 

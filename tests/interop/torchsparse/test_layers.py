@@ -196,6 +196,23 @@ def test_centred_windows_and_floors():
     check(layer, x, layer(x), (2, 2, 2), (1, 1, 1))
 
 
+def test_a_layers_own_settings_place_its_windows():
+    for kernel, modes in ((3, {"kmap_mode": "hashmap", "downsample_mode": "minkowski"}), (2, {"kmap_mode": "hashmap"})):
+        config = F.conv_config.get_default_conv_config()
+        config.update(modes)
+        layer = spnn.Conv3d(3, 4, kernel, 2, config=config).double()
+        got = layer(tensor())
+        default = F.conv3d(tensor(), layer.kernel, kernel, stride=2)
+        F.conv_config.set_global_conv_config(config)
+        wanted = F.conv3d(tensor(), layer.kernel, kernel, stride=2)
+        F.conv_config.clear_global_conv_config()
+        assert torch.equal(got.C, wanted.C)
+        assert torch.equal(got.F, wanted.F)
+        assert got.F.shape != default.F.shape or not torch.allclose(got.F, default.F)
+    with pytest.raises(ValueError, match="kmap_mode must be"):
+        spnn.Conv3d(3, 4, 2, 2, config={"kmap_mode": "grid"}).double()(tensor())
+
+
 def test_negative_coordinates():
     feats, coords = cloud(low=-6)
     layer = spnn.Conv3d(3, 4, 2, 2).double()

@@ -74,7 +74,8 @@ def conv3d(
     """Convolve: weight (V, C_in, C_out), or (C_in, C_out) for one tap at stride 1.
 
     A transposed layer runs the map of the earlier layer with its kernel, stride and dilation backwards; a generative
-    one makes the voxels that it reaches. ``config`` and ``training`` have no effect.
+    one makes the voxels that it reaches. Of ``config``, ``kmap_mode`` and ``downsample_mode`` count; ``training`` has
+    no effect.
 
     Raises:
         ValueError: a transposed layer without such a layer before it, or channels that do not fit.
@@ -128,9 +129,9 @@ def conv3d(
     plan = caches.kmaps.get(key)
     if plan is None or plan.source is not grid:
         if coarser == input.stride:
-            plan = geometry.submanifold(grid, kernel, gap)
+            plan = geometry.submanifold(grid, kernel, gap, geometry.Modes.of(config))
         else:
-            plan, extent = geometry.strided(grid, kernel, steps, pad, gap, extent)
+            plan, extent = geometry.strided(grid, kernel, steps, pad, gap, extent, geometry.Modes.of(config))
         caches.kmaps[key] = plan
     feats = plan.execute(input.feats, taps, bias)
     if coarser == input.stride:
@@ -197,7 +198,8 @@ def spdownsample(
             ends = zip(axes(spatial_range, 4, "spatial_range", 1)[1:], steps, kernel, pad)
             extent = (1, *((n - 1) * s + k - 2 * p for n, s, k, p in ends))
         grid = VoxelGrid(inner(coords, tuple(own)), duplicates="first")
-        made = outer(geometry.strided(grid, kernel, steps, tuple(pad), (1, 1, 1), extent)[0].target, whole)
+        modes = geometry.Modes.of({"kmap_mode": "hashmap", "downsample_mode": downsample_mode})
+        made = outer(geometry.strided(grid, kernel, steps, tuple(pad), (1, 1, 1), extent, modes)[0].target, whole)
         cells = made.roll(1, 1) if last else made
     found = lower_corners("coords", torch.unique(cells, dim=0))
     return found.roll(-1, 1) if last else found

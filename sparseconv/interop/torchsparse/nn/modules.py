@@ -27,7 +27,7 @@ class Conv3d(torch.nn.Module):
         bias: add a number to each channel.
         transposed: undo the earlier layer with this kernel size and stride.
         generative: with ``transposed``, make every voxel that is reached.
-        config: accepted, without effect.
+        config: its ``kmap_mode`` and ``downsample_mode`` count for this layer, the rest has no effect.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Conv3d(torch.nn.Module):
             self.stride,
             self.padding,
             self.dilation,
+            self._config,
             transposed=self.transposed,
             generative=self.generative,
         )
