@@ -227,6 +227,7 @@ class ConvolutionPlan:
             return self.plan.execute(data, weights)
         if len(data) != self.source_grid_batch.grid_count:
             raise ValueError(f"the source has {self.source_grid_batch.grid_count} batch items; data has {len(data)}")
+        data.check_items("the source", self.source_grid_batch.joffsets)
         return self.target_grid_batch.jagged_like(self.plan.execute(data.jdata, weights))
 
     def _takes(self, in_channels: int, out_channels: int) -> bool:

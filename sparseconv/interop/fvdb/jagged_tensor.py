@@ -116,8 +116,17 @@ class JaggedTensor:
         self._data.requires_grad_(requires_grad)
         return self
 
+    def check_items(self, name: str, offsets: torch.Tensor) -> None:
+        """Raise ValueError unless items end at these rows; the same tensor of them is not read."""
+        mine = self.joffsets
+        if mine is not offsets and mine.device == offsets.device and not torch.equal(mine, offsets.to(mine.dtype)):
+            raise ValueError(f"items have {self.lshape} rows, those of {name} {offsets.diff().tolist()}")
+
     def _with(self, function: Callable[..., torch.Tensor], other: Any) -> JaggedTensor:
-        return self.jagged_like(function(self._data, other._data if isinstance(other, JaggedTensor) else other))
+        if isinstance(other, JaggedTensor):
+            self.check_items("the other JaggedTensor", other.joffsets)
+            other = other._data
+        return self.jagged_like(function(self._data, other))
 
     def __add__(self, other: Any) -> JaggedTensor:
         return self._with(operator.add, other)

@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.arguments import bounds
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.minkowski.coordinate_map import CoordinateMap, FieldMap, backwards, common_unit
 from sparseconv.interop.minkowski.keys import CoordinateMapKey, Key
 from sparseconv.interop.minkowski.kinds import Axes, convert_to_int_list, positive, rank_of
 from sparseconv.kinds import check_kind, check_values
+
+#: whole numbers up to this one are exact in fp32
+EXACT_IN_FLOAT = 1 << 24
 
 
 def _named(key: CoordinateMapKey) -> Key:
@@ -91,7 +95,11 @@ class KeyedMaps:
             raise TypeError(f"coordinates must be numbers; got {coordinates.dtype}")
         stride = tuple(positive("tensor_stride", tensor_stride, self.D))
         key = self._free(stride, string_id or "field")
-        self._fields[key] = FieldMap(coordinates if coordinates.is_floating_point() else coordinates.float(), stride)
+        if not coordinates.is_floating_point():
+            low, high = bounds(coordinates.reshape(-1, 1))
+            is_wide = bool(low) and max(-low[0], high[0]) > EXACT_IN_FLOAT
+            coordinates = coordinates.double() if is_wide else coordinates.float()
+        self._fields[key] = FieldMap(coordinates, stride)
         return CoordinateMapKey.of(key)
 
     def size(self, coordinate_map_key: CoordinateMapKey) -> int:

@@ -214,7 +214,7 @@ class SparseTensor(Tensor):
     def interpolate(self, X: TensorField) -> TensorField:
         """Features interpolated at the points of a field."""
         check_kind("X", X, TensorField, "interpolation takes the points of a field")
-        return X.like(self.features_at_coordinates(X.C.to(self.dtype)))
+        return X.like(self.features_at_coordinates(X.C))
 
     def slice(self, X: TensorField | SparseTensor) -> TensorField:
         """The features of the voxel that holds each point of a field, or each row that a tensor was made of."""

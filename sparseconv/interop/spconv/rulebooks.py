@@ -23,7 +23,7 @@ def of_pairs(pairs: torch.Tensor, counts: torch.Tensor, rows: int, num_out: int,
     """The edges of a table (2, K, N), of which each tap has so many; ``inverse`` exchanges its two halves.
 
     Raises:
-        ValueError: a pair of rows that there are not.
+        ValueError: a pair of rows that there are not, or two pairs of one output at one tap.
     """
     check_values("indice_pairs", pairs, "(2, K, N) integers")
     check_values("indice_pair_num", counts, "(K,) integers")
@@ -40,6 +40,11 @@ def of_pairs(pairs: torch.Tensor, counts: torch.Tensor, rows: int, num_out: int,
     _check_rows("indice_pairs", out, 0, num_out)
     table = torch.full((pairs.shape[1], num_out), -1, dtype=torch.int32, device=pairs.device)
     table[taps, out] = into.int()
+    if int((table >= 0).sum()) != len(taps):
+        raise ValueError(
+            "indice_pairs must name an output once at each tap, but some name one twice: number such pairs as taps of "
+            "their own"
+        )
     return KernelMap(rows, num_out, pairs.shape[1], neighbors=table)
 
 

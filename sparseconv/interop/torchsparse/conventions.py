@@ -64,9 +64,14 @@ def get_kmap_mode() -> str:
 
 def set_kmap_mode(kmap_mode: str) -> None:
     """``"hashmap_on_the_fly"``: windows begin at -padding, as in a dense array. ``"hashmap"``: they are centred."""
+    _Settings.kmap_mode = check_kmap_mode(kmap_mode)
+
+
+def check_kmap_mode(kmap_mode: str) -> str:
+    """The mode, where there is such a one."""
     if kmap_mode not in ("hashmap_on_the_fly", "hashmap"):
         raise ValueError(f"kmap_mode must be 'hashmap_on_the_fly' or 'hashmap'; got {kmap_mode!r}")
-    _Settings.kmap_mode = kmap_mode
+    return kmap_mode
 
 
 def get_downsample_mode() -> str:
@@ -76,6 +81,11 @@ def get_downsample_mode() -> str:
 
 def set_downsample_mode(downsample_mode: str) -> None:
     """``"spconv"``: every voxel that a window reaches. ``"minkowski"``: floor(c / stride)."""
+    _Settings.downsample_mode = check_downsample_mode(downsample_mode)
+
+
+def check_downsample_mode(downsample_mode: str) -> str:
+    """The mode, where there is such a one."""
     if downsample_mode not in ("spconv", "minkowski"):
         raise ValueError(f"downsample_mode must be 'spconv' or 'minkowski'; got {downsample_mode!r}")
-    _Settings.downsample_mode = downsample_mode
+    return downsample_mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,8 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.interop.arguments import scaled
 from sparseconv.interop.torchsparse.conventions import (
     Version,
+    check_downsample_mode,
+    check_kmap_mode,
     get_allow_negative_coordinates,
     get_downsample_mode,
     get_kmap_mode,
@@ -34,58 +36,84 @@ def window(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:
     return {"taps": tuple(tap[::-1] for tap in itertools.product(*map(range, kernel))), **back}
 
 
-def _centred() -> bool:
-    return get_version() is Version.LAST or get_kmap_mode() == "hashmap"
+class Modes(NamedTuple):
+    """How layers of torchsparse 2.1 place windows and outputs, see `set_kmap_mode` and `set_downsample_mode`."""
+
+    kmap: str
+    downsample: str
+
+    @classmethod
+    def of(cls, config: Any = None) -> Modes:
+        """Those of a layer's own settings, and the global ones where it has none."""
+        given = {} if config is None or get_version() is Version.LAST else config
+        kmap = check_kmap_mode(given.get("kmap_mode", get_kmap_mode()))
+        return cls(kmap, check_downsample_mode(given.get("downsample_mode", get_downsample_mode())))
+
+    @property
+    def centred(self) -> bool:
+        return get_version() is Version.LAST or self.kmap == "hashmap"
 
 
-def centre(kernel: Ints) -> Ints:
+def centre(kernel: Ints, centred: bool) -> Ints:
     """How far a window begins before its voxel: (k - 1) // 2 on every axis, or 0 where the number of taps is even.
 
     The latter holds for torchsparse 2.1's default way to build maps alone.
     """
-    if _centred() or math.prod(kernel) % 2:
+    if centred or math.prod(kernel) % 2:
         return tuple((k - 1) // 2 for k in kernel)
     return (0,) * len(kernel)
 
 
-def submanifold(grid: VoxelGrid, kernel: Ints, dilation: Ints) -> ConvolutionPlan:
+def submanifold(grid: VoxelGrid, kernel: Ints, dilation: Ints, modes: Modes) -> ConvolutionPlan:
     """The plan of a layer at stride 1."""
-    return ConvolutionPlan(grid, **window(kernel, centre(kernel), dilation))
+    return ConvolutionPlan(grid, **window(kernel, centre(kernel, modes.centred), dilation))
 
 
 def strided(
-    grid: VoxelGrid, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, spatial_range: Ints | None
+    grid: VoxelGrid, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, spatial_range: Ints | None, modes: Modes
 ) -> tuple[ConvolutionPlan, Ints | None]:
     """The plan of a strided layer, and the spatial range of its outputs.
 
     Outputs are floor(c / stride) where windows are centred and either tile the axes or follow MinkowskiEngine. Else
     they are all that the window reaches within [0, n), n being the cells of a dense layer's output: of the spatial
-    range, or of the voxels' own extent.
+    range, or of the voxels' own extent. In versions 1.4 and 2.0 they are all from the voxels' least coordinates on.
     """
-    steps, shift = stride[::-1], centre(kernel)
-    tiles = all(s in (1, k) for s, k in zip(stride, kernel)) or get_downsample_mode() == "minkowski"
-    if get_version() is Version.LAST or (_centred() and tiles):
+    steps, shift = stride[::-1], centre(kernel, modes.centred)
+    if modes.centred and (tiles(kernel, stride) or modes.downsample == "minkowski"):
         coarse = ConvolutionPlan(grid, steps, stride=steps, padding=0).target
         return ConvolutionPlan(grid, stride=steps, target=coarse, **window(kernel, shift, dilation)), spatial_range
+    if get_version() is Version.LAST:
+        centred = window(kernel, shift, dilation)
+        plan = ConvolutionPlan(grid, stride=steps, target="full", **centred)
+        low = tuple(-(-start // step) for start, step in zip(grid.extent.start, steps))
+        target = _within(plan.target, low, plan.target.extent.end)
+        if target is not plan.target:
+            plan = ConvolutionPlan(grid, stride=steps, target=target, **centred)
+        return plan, spatial_range
     size = [d * (k - 1) for k, d in zip(kernel, dilation)]
     ends = spatial_range[1:] if spatial_range is not None else grid.extent.end[::-1]
     shape = tuple((n + 2 * p - w - 1) // s + 1 for n, p, w, s in zip(ends, padding, size, stride))
     dense = window(kernel, (0,) * 3, dilation) | {"padding": padding[::-1]}
     plan = ConvolutionPlan(grid, stride=steps, target="full", **dense)
-    target = _within(plan.target, shape[::-1])
-    if target is not plan.target or _centred():
-        placed = window(kernel, shift, dilation) if _centred() else dense
+    low = plan.target.extent.start if get_allow_negative_coordinates() else (0,) * grid.rank
+    target = _within(plan.target, low, shape[::-1])
+    if target is not plan.target or modes.centred:
+        placed = window(kernel, shift, dilation) if modes.centred else dense
         plan = ConvolutionPlan(grid, stride=steps, target=target, **placed)
     return plan, None if spatial_range is None else (spatial_range[0], *shape)
 
 
-def _within(grid: VoxelGrid, shape: Ints) -> VoxelGrid:
-    """The voxels below ``shape``, and not below 0 unless negative coordinates are allowed."""
-    low = grid.extent.start if get_allow_negative_coordinates() else (0,) * grid.rank
-    if IndexRange(tuple(low), tuple(max(lo, n) for lo, n in zip(low, shape))).encloses(grid.extent):
+def tiles(kernel: Ints, stride: Ints) -> bool:
+    """Whether windows lie side by side on every axis that a layer strides."""
+    return all(s in (1, k) for s, k in zip(stride, kernel))
+
+
+def _within(grid: VoxelGrid, low: Ints, ends: Ints) -> VoxelGrid:
+    """The voxels from ``low`` on, and below ``ends``."""
+    if IndexRange(low, tuple(max(lo, n) for lo, n in zip(low, ends))).encloses(grid.extent):
         return grid
     voxels = grid.coords[:, 1:]
-    return grid.subset(((voxels >= row(low, voxels)) & (voxels < row(shape, voxels))).all(1))
+    return grid.subset(((voxels >= row(low, voxels)) & (voxels < row(ends, voxels))).all(1))
 
 
 def generated(

@@ -182,6 +182,7 @@ def test_rows_of_a_batch():
     jagged = JaggedTensor([torch.ones(2, 3), torch.zeros(0, 3), torch.ones(1, 3)])
     assert (jagged.lshape, jagged.jidx.tolist(), len(jagged)) == ([2, 0, 1], [0, 0, 2], 3)
     assert ((jagged + jagged) * 2 - 1).jdata.tolist() == [[3.0] * 3] * 3
+    assert (jagged - JaggedTensor(jagged.unbind())).jdata.abs().sum() == 0
     assert (jagged / 2)[2].jdata.tolist() == [[0.5] * 3]
     assert jagged.to(torch.float16).dtype == torch.float16
     twice = GridBatch.from_ijk(JaggedTensor([torch.tensor([[0, 0, 1], [0, 0, 0], [0, 0, 1]])]))
@@ -194,6 +195,7 @@ def _wrong():
     make = ConvolutionPlan.from_grid_batch
     plan = make(3, 1, source, channel_pairs=((2, 3),))
     jagged = JaggedTensor.from_data_and_offsets(x, source.joffsets)
+    turned = JaggedTensor(list(x.split(jagged.lshape[::-1])))
     complete, restricted = ConvolutionTopologyPolicy
     apart = grid(origins=[1.0, 0.0, 0.0], voxel_sizes=2)
     half = grid(origins=[0.5, 0.0, 0.0], voxel_sizes=2)
@@ -217,6 +219,8 @@ def _wrong():
         (lambda: make(3, 1, source, far, strict_output_coverage=True), ValueError, "3 zero-degree output"),
         (lambda: plan.execute(x, w), ValueError, "3 batch items"),
         (lambda: plan.execute(JaggedTensor(x), w), ValueError, "3 batch items"),
+        (lambda: plan.execute(turned, w), ValueError, "those of the source"),
+        (lambda: jagged + turned, ValueError, "those of the other"),
         (lambda: plan.execute(jagged, w[..., 0]), ValueError, "weights must be"),
         (lambda: plan.execute(jagged, w.transpose(0, 1)), ValueError, "channel pairs"),
         (lambda: plan.execute(jagged.to(torch.float64), w), TypeError, "cast one"),

@@ -139,6 +139,31 @@ def test_norms():
     assert sorted(bn.state_dict()) == sorted(f"bn.{n}" for n in torch.nn.BatchNorm1d(3).state_dict())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norm", [ME.MinkowskiInstanceNorm, ME.MinkowskiStableInstanceNorm])
+def test_norms_of_halves_are_counted_in_fp32(norm, dtype):
+    """Squares of 300 are past fp16, and 1e-8 is 0 there: items of one voxel were NaN, others 0."""
+    features, coords = cloud(batch=2)
+    coords[-1, 0] = 5  # an item of one voxel
+    x = ME.SparseTensor((features.detach() * 400 + 1000).to(dtype), coords)
+    layer = norm(x.F.shape[1])
+    wide = layer(x.like(x.F.float()))
+    assert torch.allclose(layer(x).F, wide.F, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(layer.to(dtype)(x).F.float(), wide.F, rtol=1e-2, atol=1e-2)
+    assert layer(x).dtype == dtype
+    function = ME.MinkowskiInstanceNormFunction.apply(x.F, x.key, None, x.coordinate_manager)
+    assert function.dtype == dtype
+    assert torch.allclose(function.float(), wide.F, rtol=1e-2, atol=1e-2)
+
+
+def test_a_bias_of_a_channelwise_layer_keeps_the_dtype_of_autocast():
+    features, coords = cloud()
+    x = ME.SparseTensor(features.detach().float(), coords)
+    layer = ME.MinkowskiChannelwiseConvolution(x.F.shape[1], 3, bias=True, dimension=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == ME.MinkowskiConvolution(x.F.shape[1], 4, 3, bias=True, dimension=3)(x).dtype
+
+
 def test_synchronised_norms():
     net = torch.nn.Sequential(ME.MinkowskiBatchNorm(3), torch.nn.Sequential(ME.MinkowskiBatchNorm(4, momentum=0.3)))
     net[0].bn.running_mean.fill_(2)

@@ -206,6 +206,28 @@ def test_splat_and_interpolation():
     assert torch.allclose(y.features_at_coordinates(y.C.double()), y.F)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_interpolation_of_halves_reads_points_as_they_are(dtype):
+    """300.4 is no number of 16 bits: points are not those of the features' dtype."""
+    gen = torch.Generator().manual_seed(0)
+    points = torch.cat([torch.zeros(30, 1), torch.rand(30, 2, generator=gen) * 8 + 300], 1)
+    field = ME.TensorField(torch.randn(30, 3, generator=gen), points)
+    x = field.splat()
+    there = x.like(x.F.to(dtype)).interpolate(field)
+    assert there.dtype == dtype
+    wanted = x.like(x.F.to(dtype).float()).interpolate(field)
+    assert torch.allclose(there.F.float(), wanted.F, rtol=1e-2, atol=1e-2)
+
+
+def test_fields_of_integers_past_those_of_fp32_keep_their_voxels():
+    coords = torch.tensor([[0, 2**24, -(2**30)], [0, 2**24 + 1, -(2**30) - 1], [1, 2**31 - 9, 0]])
+    field = ME.TensorField(torch.eye(3), coords)
+    x = field.sparse()
+    assert torch.equal(x.C, coords.int())
+    assert torch.equal(x.slice(field).F, torch.eye(3))
+    assert ME.TensorField(torch.eye(3), coords % 9).like(torch.eye(3)).C.dtype == torch.float32
+
+
 # ---- arithmetic
 
 
@@ -339,6 +361,9 @@ def test_dense_and_back():
     every = ME.MinkowskiToSparseTensor(remove_zeros=False, coordinates=ME.dense_coordinates(dense.shape))(dense)
     assert len(every) == 2 * 4 * 5
     assert torch.equal(ME.MinkowskiToDenseTensor()(every), dense)
+    assert len(ME.MinkowskiToSparseTensor()(dense)) == 2 * 3 * 5
+    given = ME.MinkowskiToSparseTensor(coordinates=ME.dense_coordinates(dense.shape))(dense)
+    assert torch.equal(given.C, every.C)  # coordinates leave no site out, as MinkowskiEngine's text says
     last = ME.to_sparse(dense.movedim(1, -1), format="BXXC")
     assert torch.equal(last.C, x.C)
     assert torch.equal(last.F, x.F)

@@ -85,6 +85,14 @@ def test_quantisation(kind):
     assert inverse.tolist() == where
 
 
+def test_arrays_are_divided_by_one_size_an_axis_as_numpy_does():
+    """In fp64 by several sizes, in fp32 by one: 0.7 is in cell 6 or 7."""
+    points = (np.arange(40) / 10).astype(np.float32)[:, None]
+    for size in ([0.1], np.array([0.1]), 0.1):
+        wanted = np.unique(np.floor(points / size).astype(int))
+        assert np.array_equal(np.unique(U.sparse_quantize(points, quantization_size=size)), wanted), size
+
+
 def test_arrays_that_run_backwards_are_taken():
     points, labels = np.array([[0, 1], [0, 1], [5, 5]]), np.array([3, 3, 4])
     cells, _, kept = U.sparse_quantize(points[::-1], points[::-1].astype(np.float32), labels[::-1])

@@ -190,6 +190,21 @@ def test_what_is_wrong_is_said():
             call()
 
 
+def test_two_pairs_of_one_output_at_one_tap_are_refused():
+    """A table of neighbours holds one input a tap and an output: the first of two was left out without a word."""
+    pairs = torch.tensor([[[0, 1, 2]], [[0, 0, 1]]], dtype=torch.int32)
+    counts, x, w = torch.tensor([3], dtype=torch.int32), torch.eye(3), torch.eye(3).view(3, 1, 3)
+    for call in (
+        lambda: functional.indice_conv(x, w, pairs, counts, 2),
+        lambda: functional.indice_inverse_conv(x, w, pairs.flip(0), counts, 2),
+        lambda: functional.indice_maxpool(x, pairs, counts, 2),
+        lambda: ops.indice_conv_backward(x, w, torch.ones(2, 3), pairs, counts),
+    ):
+        with pytest.raises(ValueError, match="an output once at each tap"):
+            call()
+    assert functional.indice_inverse_conv(x[:2], w, pairs, counts, 3).tolist() == [[1, 0, 0], [1, 0, 0], [0, 1, 0]]
+
+
 def test_modules_are_found_under_spconvs_names():
     code = """
 from sparseconv.interop import spconv as ours

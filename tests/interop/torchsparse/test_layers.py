@@ -196,6 +196,23 @@ def test_centred_windows_and_floors():
     check(layer, x, layer(x), (2, 2, 2), (1, 1, 1))
 
 
+def test_a_layers_own_settings_place_its_windows():
+    for kernel, modes in ((3, {"kmap_mode": "hashmap", "downsample_mode": "minkowski"}), (2, {"kmap_mode": "hashmap"})):
+        config = F.conv_config.get_default_conv_config()
+        config.update(modes)
+        layer = spnn.Conv3d(3, 4, kernel, 2, config=config).double()
+        got = layer(tensor())
+        default = F.conv3d(tensor(), layer.kernel, kernel, stride=2)
+        F.conv_config.set_global_conv_config(config)
+        wanted = F.conv3d(tensor(), layer.kernel, kernel, stride=2)
+        F.conv_config.clear_global_conv_config()
+        assert torch.equal(got.C, wanted.C)
+        assert torch.equal(got.F, wanted.F)
+        assert got.F.shape != default.F.shape or not torch.allclose(got.F, default.F)
+    with pytest.raises(ValueError, match="kmap_mode must be"):
+        spnn.Conv3d(3, 4, 2, 2, config={"kmap_mode": "grid"}).double()(tensor())
+
+
 def test_negative_coordinates():
     feats, coords = cloud(low=-6)
     layer = spnn.Conv3d(3, 4, 2, 2).double()
@@ -221,13 +238,13 @@ def test_generative_layers():
 
 
 def test_the_coordinates_of_older_versions():
-    """(x, y, z, batch), multiples of the stride; outputs are floors."""
+    """(x, y, z, batch), multiples of the stride; outputs are floors where windows tile the axes."""
     feats, coords = cloud(low=-6)
     net = torch.nn.Sequential(
         spnn.Conv3d(3, 4, 3),
         spnn.Conv3d(4, 5, 2, 2),
         spnn.Conv3d(5, 5, 3),
-        spnn.Conv3d(5, 4, 3, 2),
+        spnn.Conv3d(5, 4, (2, 3, 2), (2, 1, 2)),
         spnn.Conv3d(4, 4, 3),
     ).double()
     F.set_kmap_mode("hashmap")
@@ -235,12 +252,87 @@ def test_the_coordinates_of_older_versions():
     wanted = net(SparseTensor(feats, coords))
     torchsparse.set_version("2.0")
     got = net(SparseTensor(feats, coords[:, [1, 2, 3, 0]].contiguous()))
-    assert got.stride == (4, 4, 4)
+    assert got.stride == (4, 2, 4)
     assert torch.equal(got.C[:, 3], wanted.C[:, 0])
-    assert torch.equal(got.C[:, :3], wanted.C[:, 1:] * 4)
+    assert torch.equal(got.C[:, :3], wanted.C[:, 1:] * torch.tensor([4, 2, 4]))
     assert torch.equal(got.F, wanted.F)
     pooled = F.spdownsample(coords[:, [1, 2, 3, 0]], 2, tensor_stride=2)
     assert torch.equal(pooled[:, :3] % 4, torch.zeros_like(pooled[:, :3]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride"), [(3, 2), ((1, 3, 1), (1, 2, 1)), (5, (3, 2, 1)), (1, 2), (2, 2), ((3, 2, 5), (2, 2, 1))]
+)
+@pytest.mark.parametrize("low", [-5, 0, 3])
+@pytest.mark.parametrize("step", [1, 2])
+def test_strided_layers_of_older_versions_reach_what_torchsparse_1_4_reaches(kernel, stride, low, step):
+    """Floors where windows tile the axes. Else all voxels that see one, from the least coordinates of the inputs on."""
+    torchsparse.set_version("1.4")
+    feats, coords = cloud(low=low, extent=low + 8)
+    last = coords[:, [1, 2, 3, 0]] * torch.tensor([step] * 3 + [1], dtype=torch.int32)
+    layer = spnn.Conv3d(3, 4, kernel, stride).double()
+    kernel, steps = layer.kernel_size, [s * step for s in layer.stride]
+    if all(s in (1, k) for s, k in zip(layer.stride, kernel)):
+        wanted = {(*(c // s * s for c, s in zip(row, steps)), row[3]) for row in last.tolist()}
+    else:
+        moves = list(itertools.product(*([(t - (k - 1) // 2) * step for t in range(k)] for k in kernel)))
+        least = last[:, :3].min(0).values.tolist()
+        reached = {(*(c - m for c, m in zip(row, move)), row[3]) for row in last.tolist() for move in moves}
+        wanted = {row for row in reached if all(c % s == 0 and c >= n for c, s, n in zip(row, steps, least))}
+    x = SparseTensor(feats.requires_grad_(), last, step)
+    y = layer(x)
+    assert sorted(y.C.tolist()) == sorted(map(list, wanted))
+    assert y.stride == tuple(steps)
+    inner, outer = (torch.cat([c[:, 3:], c[:, :3] // step], 1) for c in (x.C, y.C))
+    placed = SparseTensor(x.F, inner), SparseTensor(y.F, outer)
+    check(layer, *placed, (1, 1, 1), tuple((k - 1) // 2 for k in kernel))
+    in_order = sorted(wanted, key=lambda row: (row[3], *row[:3]))
+    assert F.spdownsample(last, stride, kernel, step).tolist() == list(map(list, in_order))
+    assert F.spdownsample(last.long(), stride, kernel, tensor_stride=step).tolist() == list(map(list, in_order))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_group_norm_of_halves_is_counted_in_fp32(dtype):
+    """Squares of 300 are past fp16."""
+    feats, coords = cloud(channels=6)
+    halves, layer = (feats * 400 + 1000).to(dtype), spnn.GroupNorm(3, 6)
+    got, wanted = layer(SparseTensor(halves, coords)).F, layer(SparseTensor(halves.float(), coords)).F
+    assert got.dtype == dtype
+    assert torch.allclose(got.float(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_strided_layers_of_one_tap_load_the_weights_of_their_version():
+    """(C_in, C_out) in 1.4 and 2.0, (1, C_in, C_out) in 2.1; the order of arguments changed, too."""
+    feats, coords = cloud()
+    torchsparse.set_version("2.0")
+    layer = spnn.Conv3d(3, 4, 1, 2).double()
+    layer.load_state_dict({"kernel": torch.ones(3, 4)})
+    y = layer(SparseTensor(feats, coords[:, [1, 2, 3, 0]]))
+    even = (coords[:, 1:] % 2 == 0).all(1)
+    assert sorted(y.F[:, 0].tolist()) == pytest.approx(sorted(feats[even].sum(1).tolist()))
+    torchsparse.set_version("2.1")
+    assert spnn.Conv3d(3, 4, 1, 2).kernel.shape == (1, 3, 4)
+    with pytest.raises(TypeError, match="bias=True"):
+        spnn.Conv3d(3, 4, 3, 1, 1, True)
+
+
+@pytest.mark.parametrize("padding", [0, 1, (0, 1, 2)])
+@pytest.mark.parametrize("box", [None, (2, 4, 3, 2)])
+def test_spdownsample_of_2_1_gives_the_outputs_of_windows_that_overlap(padding, box):
+    _, coords = cloud()
+    pad = conventions.make_ntuple(padding)
+    ends = [(int(n) + 2 * p - 2) // 2 + 1 for n, p in zip(coords[:, 1:].max(0).values, pad)] if box is None else box[1:]
+    wanted = {
+        (b, *((c + p - t) // 2 for c, p, t in zip(at, pad, tap)))
+        for b, *at in coords.tolist()
+        for tap in itertools.product(range(3), repeat=3)
+        if all((c + p - t) % 2 == 0 and 0 <= (c + p - t) // 2 < n for c, p, t, n in zip(at, pad, tap, ends))
+    }
+    got = F.spdownsample(coords, 2, 3, padding, box)
+    assert got.tolist() == sorted(map(list, wanted))
+    floors = torch.unique(torch.cat([coords[:, :1], coords[:, 1:] // 2], 1), dim=0)
+    assert torch.equal(F.spdownsample(coords, 2, 3, padding, box, "minkowski"), floors)
+    assert torch.equal(F.spdownsample(coords), floors)
 
 
 def test_norms_and_activations():

@@ -266,7 +266,7 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
         key = ends(input.key, given, manager, self.kernel_generator)
         out = depthwise_convolution(input.F, self.kernel, manager.plan(input.key, key, self.kernel_generator))
         if self.bias is not None:
-            out = out + self.bias
+            out = out + self.bias.to(out.dtype)
         return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
 
     def __repr__(self) -> str:

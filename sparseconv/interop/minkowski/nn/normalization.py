@@ -73,8 +73,9 @@ class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
 
 
 def _normalized(features: torch.Tensor, key: CoordinateMapKey, manager: CoordinateManager, eps: float) -> torch.Tensor:
-    """Features of each batch item and channel with mean 0 and variance 1, the biased one."""
+    """Features of each batch item and channel with mean 0 and variance 1, the biased one; in fp32 for halves."""
     items = manager.find(key).items
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
     centred = features - items.spread(items.reduce(features, "mean"))
     variance = items.reduce(centred**2, "mean")
     return centred * items.spread((variance + eps).rsqrt())
@@ -94,7 +95,7 @@ class MinkowskiInstanceNormFunction:
         """Features (N, C) -> (N, C)."""
         if coords_manager is None:
             raise TypeError("coords_manager must be the manager of the key; got None")
-        return _normalized(in_feat, in_coords_key, coords_manager, 1e-8)
+        return _normalized(in_feat, in_coords_key, coords_manager, 1e-8).to(in_feat.dtype)
 
 
 class MinkowskiInstanceNorm(MinkowskiModuleBase):
@@ -116,7 +117,8 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
     def forward(self, input: SparseTensor) -> SparseTensor:
         check_input(input, None)
         normalized = _normalized(input.F, input.key, input.coordinate_manager, self.eps)
-        return input.like(normalized * self.weight + self.bias)
+        dtype = torch.promote_types(input.dtype, self.weight.dtype)
+        return input.like((normalized * self.weight + self.bias).to(dtype))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nchannels={self.num_features})"

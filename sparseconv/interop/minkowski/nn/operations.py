@@ -158,7 +158,7 @@ class MinkowskiToSparseTensor(MinkowskiModuleBase):
     """A field, or a dense array (B, C, *spatial) -> a sparse tensor.
 
     Args:
-        remove_zeros: leave out sites where every channel is 0.
+        remove_zeros: leave out sites where every channel is 0, unless there are ``coordinates``.
         coordinates: those of `dense_coordinates`, made once for arrays of one shape.
     """
 
@@ -171,7 +171,9 @@ class MinkowskiToSparseTensor(MinkowskiModuleBase):
             return input.sparse()
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"takes a TensorField or a dense tensor; got {type(input).__name__}")
-        return to_sparse(input) if self.remove_zeros else to_sparse_all(input, self.coordinates)
+        if self.remove_zeros and self.coordinates is None:
+            return to_sparse(input)
+        return to_sparse_all(input, self.coordinates)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -99,7 +99,8 @@ def sparse_quantize(
     if quantization_size is not None:
         sizes = arguments.numbers(quantization_size, points.shape[1], "quantization_size", positive=True)
         edges = torch.tensor(sizes, dtype=torch.float64, device=points.device)
-        points = points / edges.to(points.dtype if points.is_floating_point() else torch.float64)
+        is_wide = isinstance(coordinates, np.ndarray) and not np.isscalar(quantization_size)  # as numpy divides
+        points = points / edges.to(points.dtype if points.is_floating_point() and not is_wide else torch.float64)
     cells = lower_corners("cells", points).to(device)
     made: list[Any] = []
     if labels is None:

@@ -74,7 +74,8 @@ def conv3d(
     """Convolve: weight (V, C_in, C_out), or (C_in, C_out) for one tap at stride 1.
 
     A transposed layer runs the map of the earlier layer with its kernel, stride and dilation backwards; a generative
-    one makes the voxels that it reaches. ``config`` and ``training`` have no effect.
+    one makes the voxels that it reaches. Of ``config``, ``kmap_mode`` and ``downsample_mode`` count; ``training`` has
+    no effect.
 
     Raises:
         ValueError: a transposed layer without such a layer before it, or channels that do not fit.
@@ -128,9 +129,9 @@ def conv3d(
     plan = caches.kmaps.get(key)
     if plan is None or plan.source is not grid:
         if coarser == input.stride:
-            plan = geometry.submanifold(grid, kernel, gap)
+            plan = geometry.submanifold(grid, kernel, gap, geometry.Modes.of(config))
         else:
-            plan, extent = geometry.strided(grid, kernel, steps, pad, gap, extent)
+            plan, extent = geometry.strided(grid, kernel, steps, pad, gap, extent, geometry.Modes.of(config))
         caches.kmaps[key] = plan
     feats = plan.execute(input.feats, taps, bias)
     if coarser == input.stride:
@@ -162,23 +163,46 @@ def _made(input: SparseTensor, feats: torch.Tensor, coords: torch.Tensor, stride
 
 
 def spdownsample(
-    coords: torch.Tensor, stride: Any = 2, kernel_size: Any = 2, padding: Any = 0, *options: Any, **more: Any
+    coords: torch.Tensor,
+    stride: Any = 2,
+    kernel_size: Any = 2,
+    padding: Any = 0,
+    spatial_range: Any = None,
+    downsample_mode: str = "spconv",
+    tensor_stride: Any = None,
 ) -> torch.Tensor:
-    """The distinct voxels floor(c / stride) of coords (N, 4), in lexicographic order.
+    """The coords of a strided layer's outputs (M, 4), those of the inputs being coords (N, 4), in lexicographic order.
 
-    After `set_version` ``("2.0")`` they are multiples of the stride times ``options[0]``, the tensor's own.
+    They are floor(c / stride) where the kernel's windows tile the axes or ``downsample_mode`` is ``"minkowski"``. Else
+    they are what a window reaches, below ``spatial_range`` where it is given: (batch items, cells of the outputs).
+
+    After `set_version` ``("2.0")`` the fourth argument is the tensor's own stride, and coordinates are multiples of it.
     """
-    steps = axes(stride, 3, "stride", 1)
+    steps, kernel = tuple(axes(stride, 3, "stride", 1)), tuple(axes(kernel_size, 3, "kernel_size", 1))
     coords = _integers("coords", coords)
     if coords.ndim != 2 or coords.shape[1] != 4:
         raise ValueError(f"coords must be (N, 4), three axes and the batch; got {tuple(coords.shape)}")
-    if get_version() is Version.LAST:
-        own = axes(more.get("tensor_stride", options[0] if options else 1), 3, "tensor_stride", 1)
-        whole = torch.tensor([a * b for a, b in zip(steps, own)], device=coords.device)
-        cells = torch.div(coords[:, :3], whole, rounding_mode="floor") * whole
-        return lower_corners("coords", torch.unique(torch.cat([cells, coords[:, 3:]], 1), dim=0))
-    cells = torch.div(coords[:, 1:], torch.tensor(steps, device=coords.device), rounding_mode="floor")
-    return torch.unique(torch.cat([coords[:, :1], cells], 1), dim=0).int()
+    last, pad = get_version() is Version.LAST, axes(padding, 3, "padding")
+    own = [1, 1, 1]
+    if last:
+        given = (pad if any(pad) else 1) if tensor_stride is None else tensor_stride
+        own, pad = axes(given, 3, "tensor_stride", 1), [0, 0, 0]
+    whole = tuple(a * b for a, b in zip(steps, own))
+    cells, items = (coords[:, :3], coords[:, 3:]) if last else (coords[:, 1:], coords[:, :1])
+    if geometry.tiles(kernel, steps) or downsample_mode == "minkowski":
+        cells = torch.div(cells.long(), row(whole, cells), rounding_mode="floor")
+        cells = torch.cat([items, cells * row(whole, cells) if last else cells], 1)
+    else:
+        extent = None
+        if spatial_range is not None:  # of the outputs; that of the inputs has the same layer's outputs
+            ends = zip(axes(spatial_range, 4, "spatial_range", 1)[1:], steps, kernel, pad)
+            extent = (1, *((n - 1) * s + k - 2 * p for n, s, k, p in ends))
+        grid = VoxelGrid(inner(coords, tuple(own)), duplicates="first")
+        modes = geometry.Modes.of({"kmap_mode": "hashmap", "downsample_mode": downsample_mode})
+        made = outer(geometry.strided(grid, kernel, steps, tuple(pad), (1, 1, 1), extent, modes)[0].target, whole)
+        cells = made.roll(1, 1) if last else made
+    found = lower_corners("coords", torch.unique(cells, dim=0))
+    return found.roll(-1, 1) if last else found
 
 
 def _integers(name: str, values: torch.Tensor) -> torch.Tensor:

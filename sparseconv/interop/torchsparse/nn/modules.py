@@ -9,6 +9,7 @@ import torch
 
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, whole
+from sparseconv.interop.torchsparse.conventions import Version, get_version
 from sparseconv.interop.torchsparse.nn import functional as F
 from sparseconv.interop.torchsparse.nn.utils import fapply
 from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner
@@ -26,7 +27,7 @@ class Conv3d(torch.nn.Module):
         bias: add a number to each channel.
         transposed: undo the earlier layer with this kernel size and stride.
         generative: with ``transposed``, make every voxel that is reached.
-        config: accepted, without effect.
+        config: its ``kmap_mode`` and ``downsample_mode`` count for this layer, the rest has no effect.
     """
 
     def __init__(
@@ -46,6 +47,9 @@ class Conv3d(torch.nn.Module):
         if generative and not transposed:
             raise ValueError("a generative layer is a transposed one: pass transposed=True, too")
         self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
+        if isinstance(dilation, bool):
+            raise TypeError("dilation must be whole numbers: padding comes before it since torchsparse 2.1, so name "
+                            "the arguments, as bias=True")  # fmt: skip
         axes(dilation, 3, "dilation", 1)
         self.dilation = dilation
         self.kernel_size, self.stride = (
@@ -57,7 +61,7 @@ class Conv3d(torch.nn.Module):
         self.padding = tuple((k - 1) // 2 if c else p for c, k, p in zip(centred, self.kernel_size, given))
         self.transposed, self.generative, self._config = transposed, generative, config
         self.kernel_volume = math.prod(self.kernel_size)
-        alone = self.kernel_volume == 1 and self.stride == (1, 1, 1)
+        alone = self.kernel_volume == 1 and (self.stride == (1, 1, 1) or get_version() is Version.LAST)
         channels = self.in_channels, self.out_channels
         shape = channels if alone else (self.kernel_volume, *channels)
         self.kernel = torch.nn.Parameter(torch.empty(shape))
@@ -82,6 +86,7 @@ class Conv3d(torch.nn.Module):
             self.stride,
             self.padding,
             self.dilation,
+            self._config,
             transposed=self.transposed,
             generative=self.generative,
         )
@@ -109,10 +114,11 @@ class InstanceNorm(torch.nn.InstanceNorm1d):
 
 
 class GroupNorm(torch.nn.GroupNorm):
-    """``torch.nn.GroupNorm`` over the voxels of each batch item."""
+    """``torch.nn.GroupNorm`` over the voxels of each batch item; statistics in fp32 for halves."""
 
     def forward(self, input: Any) -> Any:
         x, items = checked(input).feats, inner(input.coords, input.stride)[:, 0]
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         groups = PointGroups(items, int(items.max()) + 1 if len(items) else 0)
         size = x.shape[1] // self.num_groups
 
@@ -123,7 +129,7 @@ class GroupNorm(torch.nn.GroupNorm):
 
         centred = x - mean(x)
         out = centred * (mean(centred**2) + self.eps).rsqrt()
-        return input.like(out if self.weight is None else out * self.weight + self.bias)
+        return input.like((out if self.weight is None else out * self.weight + self.bias).to(input.feats.dtype))
 
 
 class ReLU(torch.nn.ReLU):
