@@ -81,7 +81,8 @@ class TracedGrid(VoxelGrid):
         return _ops.lookup(self.handle, coords)
 
     def subset(self, mask: torch.Tensor) -> VoxelGrid:
-        return self.moved(_ops.subset(self.handle, mask, self.coords), (1.0,) * self.rank)
+        made, _ = _ops.subset(self.handle, mask, self.coords)
+        return self.moved((made, self.coords[mask]), (1.0,) * self.rank)  # as many rows as torch counts features[mask]
 
     def to_dense(self, features: torch.Tensor, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
         box = self.extent if extent is None else extent

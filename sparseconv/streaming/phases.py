@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from sparseconv.streaming.steps import Coords, GridStep, InputRows, OverEdges, PlanStep, Step, SubsetGrid, TargetGrid
-from sparseconv.streaming.totals import Total
+from sparseconv.streaming.totals import BatchStatistics, Total
 
 #: the steps of the scene's own voxels and features
 GRID, FEATURES = 0, 1
@@ -38,7 +38,8 @@ class Program:
     def __init__(self, steps: Sequence[Step], results: Sequence[int], cuts: Sequence[int] = ()) -> None:
         self.steps, self.results, self.cuts = tuple(steps), tuple(dict.fromkeys(results)), tuple(sorted(cuts))
         self.levels = self._levels()
-        self.needed = self.closure(self.results, frozenset())
+        followed = [n for n, step in enumerate(self.steps) if isinstance(step, BatchStatistics) and step.moves]
+        self.needed = self.closure([*self.results, *followed], frozenset())
 
     def _levels(self) -> list[int]:
         """The phase in which each step can be made first; rows of an earlier phase are loaded, geometry never waits."""

@@ -147,7 +147,7 @@ def _streamed(job: Job, budget_bytes: int, store: Store, progress: Told | None, 
         if job.learns:
             rows = [one._replace(features=by) for one, by in zip(rows, features)]
     found = dict(zip(job.program.results, rows))
-    for step, parts in run.followers:
+    for step, parts in sorted(run.followers, key=lambda one: one[0].number):  # in the network's order
         step.follow(parts)
     with torch.no_grad():
         for buffer, value in job.counted:

@@ -102,6 +102,11 @@ class BatchStatistics(Total):
     running: tuple[torch.Tensor | None, torch.Tensor | None]
     momentum: float
 
+    @property
+    def moves(self) -> bool:
+        """Whether running ones follow, also where no result is made of the norm."""
+        return any(kept is not None for kept in self.running)
+
     def part(self, rows: torch.Tensor, coords: torch.Tensor, batch_size: int) -> Part:
         return moments(rows, coords.new_zeros(len(coords), dtype=torch.long), 1)
 

@@ -69,7 +69,7 @@ class Pools(nn.SparseModule):
         high, winners = self.with_winners(y)
         back = self.max_unpool(high, winners, onto=x)
         near = y.grid.lookup(y.grid.coords + torch.tensor([0, 0, 0, 1], dtype=torch.int32))
-        kept = y.grid.subset(y.features[:, 0] > 0)
+        kept = y.subset(y.features[:, 0] > 0)
         return {
             "pooled": [self.max(y), self.avg(y), self.sum(y)],
             "back": (back, self.unpool(high, onto=x), self.make(high)),
@@ -77,7 +77,7 @@ class Pools(nn.SparseModule):
             "items": [pool(y) for pool in self.items],
             "volume": y.to_dense((EXTENT, EXTENT, EXTENT)),
             "near": near,
-            "kept": kept.coords,
+            "kept": (kept, self.norms[0](kept), self.conv(kept.with_features(kept.features[:, :4]))),
             "winners": winners,
         }
 

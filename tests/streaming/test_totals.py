@@ -92,6 +92,35 @@ def test_running_statistics_move_once_and_not_at_all_where_a_run_fails(monkeypat
     assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values()))
 
 
+class Shared(nn.SparseModule):
+    """One norm of two branches, the first of which waits for another norm; and norms of a branch without a result."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.both, self.aside = nn.BatchNorm(channels), nn.BatchNorm(4), block(nn.BatchNorm)
+        self.conv, self.other = (nn.SubmanifoldConv(channels, 4, 3) for _ in range(2))
+
+    def forward(self, x: sc.SparseTensor) -> sc.SparseTensor:
+        self.aside(x)
+        return self.both(self.conv(self.first(x))) + self.both(self.other(x) * 3 + 1)
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_running_statistics_move_in_the_network_s_order_and_without_a_result(cuts, monkeypatch):
+    torch.manual_seed(0)
+    net, x = Shared(4).double(), scene(dtype=torch.float64)
+    other = copy.deepcopy(net)
+    forced(monkeypatch, cuts, 100)
+    net(x).features.sum().backward()
+    sc.stream(other, x, 10**9).features.sum().backward()
+    for (key, a), b in zip(net.state_dict().items(), other.state_dict().values()):
+        torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10, msg=key)
+    for (key, p), q in zip(net.named_parameters(), other.parameters()):
+        assert (p.grad is None) == (q.grad is None), key
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, msg=key)
+
+
 def test_running_statistics_on_another_device_than_what_blocks_found():
     mean, var = torch.zeros(3), torch.ones(3)
     step = BatchStatistics(
