@@ -296,6 +296,34 @@ def test_what_mixes_rows_is_named_whatever_a_comparison_would_forgive(how, drop)
     assert "rows that are no voxels change its results" in nn.explain(net), nn.explain(net)
 
 
+class Counting(torch.nn.Module):
+    """Counts rows in a buffer, which no result shows."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.conv, self.drop = nn.SubmanifoldConv(4, 8, 3), torch.nn.Dropout(drop)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.conv(x)
+        self.seen += y.features.shape[0]
+        return self.drop(y.features)
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.3], ids=["plain", "dropout"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_what_a_call_leaves_in_buffers_is_compared(training, drop):
+    net = nn.capture(Counting(drop).to(DEVICE).train(training))
+    voxels = [200, 180, 220, 30]
+    with torch.set_grad_enabled(training):
+        for seed, count in enumerate(voxels):
+            y = net(sparse(seed, count))
+            if training:
+                y.sum().backward()
+    assert int(net.seen) == sum(len(coords_of(seed, count)) for seed, count in enumerate(voxels))
+    assert "buffer seen" in nn.explain(net), nn.explain(net)
+
+
 class Gated(torch.nn.Module):
     """Operations of a client that work on each row alone: views, writes in place, sums over channels."""
 

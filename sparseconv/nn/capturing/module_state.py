@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
@@ -36,7 +36,8 @@ class ModuleState:
         self.starts: list[torch.Tensor] = self._parameters
         #: tensors that are the same in every call, by ``id``, or by that of what stands for them while recording
         self.constants = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        self._buffers = _by_dtype(b for b in module.buffers() if not b.is_inference())
+        self._named = {name: b for name, b in module.named_buffers() if not b.is_inference()}
+        self._buffers = _by_dtype(self._named.values())
         #: those whose version an eager call counts on; torch's batch norm, which saves its statistics, does not
         self._counted: list[torch.Tensor] = []
         self._kept = [[b.clone() for b in some] for some in self._buffers]
@@ -108,17 +109,29 @@ class ModuleState:
                 tensors.update(kept)
             self.starts, self.constants = self._parameters, known
 
+    def moved(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """Copies of buffers by their names, by default of all where calls move any."""
+        names = names if names is not None else self._named if self._moves else ()
+        return {name: self._named[name].clone() for name in names}
+
     @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Within it, running statistics and random numbers may move; afterwards they are what they were."""
+    def restoring(self) -> Iterator[Callable[[], None]]:
+        """Within it, running statistics and random numbers may move; afterwards they are what they were.
+
+        Gives what puts the statistics back between two runs.
+        """
         buffers = [b for some in self._buffers for b in some]
         kept = [b.clone() for b in buffers]
-        try:
-            with torch.random.fork_rng(list(self._cards)):
-                yield
-        finally:
+
+        def put_back() -> None:
             for buffer, before in zip(_uncounted(buffers), kept):
                 buffer.copy_(before)
+
+        try:
+            with torch.random.fork_rng(list(self._cards)):
+                yield put_back
+        finally:
+            put_back()
 
 
 def _uncounted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -140,11 +140,16 @@ class Noise(Norms):
         return (*args[:first], *made[0]), made[1]
 
 
-def keep_apart(run: Callable[[Noise], Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise `CannotCapture` where results depend on rows that are no voxels, in a run that draws the same numbers."""
+def keep_apart(
+    run: Callable[[Noise], Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], buffers: Sequence[str]
+) -> None:
+    """Raise `CannotCapture` where results depend on rows that are no voxels, in a run that draws the same numbers.
+
+    The last results are what is left in ``buffers``.
+    """
     own = {t.untyped_storage().data_ptr() for t in tensors}
     one, other = (run(Noise(by, own)) for by in NOISE)
-    gap = off(gaps_of(one, other), list(map(result_limit, other)))
+    gap = off(gaps_of(one, other), list(map(result_limit, other)), buffers)
     if gap is not None:
         raise CannotCapture(APART.format(gap))
 
@@ -288,9 +293,11 @@ def result_limit(result: torch.Tensor) -> float:
     return RESULTS.get(result.dtype, 0.0)
 
 
-def off(gaps: Sequence[float], limits: Sequence[float]) -> str | None:
-    """The first difference that is more than rounding, in words."""
+def off(gaps: Sequence[float], limits: Sequence[float], buffers: Sequence[str] = ()) -> str | None:
+    """The first difference that is more than rounding, in words; the last ones are those of ``buffers``."""
+    results = len(gaps) - len(buffers)
     for number, (gap, limit) in enumerate(zip(gaps, limits)):
         if not gap <= limit:
-            return f"result {number} by {gap:.2g} of its norm"
+            what = f"result {number}" if number < results else f"buffer {buffers[number - results]}"
+            return f"{what} by {gap:.2g} of its norm"
     return None

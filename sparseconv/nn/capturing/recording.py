@@ -155,7 +155,8 @@ class Recording:
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
                 self.arrays.load(scene, self._given)  # once more: now the strided layers are known
-                keep_apart(self._with, [*self.state.constants.values()])
+                names = [name for name, _ in self._module.named_buffers()]
+                keep_apart(self._with, [*self.state.constants.values()], names)
                 watched = Watched()
                 answer = self._run_with(watched)
                 self._choose(answer)
