@@ -217,6 +217,12 @@ def test_inference_equals_the_eager_one_and_norms_take_what_only_they_feed(case,
     assert found_in_inference[-norms:] == (sorted(wanted) if case is residual_of_two_norms else wanted)
 
 
+def both_of(net, twin, seed):
+    """What two modules give for equal scenes, each for its own tensors."""
+    coords = coords_of(seed, 40 + 10 * seed)
+    return [one(spconv.SparseConvTensor(features_of(seed, coords), coords, [12, 12, 12], 2)) for one in (net, twin)]
+
+
 class Norms(torch.nn.Module):
     """A convolution and a norm."""
 
@@ -259,9 +265,7 @@ def test_inference_is_right_where_a_run_with_gradients_tells_nothing(kind):
     nn.capture(net)
     with torch.inference_mode():
         for seed in range(1, 6):
-            coords = coords_of(seed, 40 + 10 * seed)
-            scenes = (spconv.SparseConvTensor(features_of(seed, coords), coords, [12, 12, 12], 2) for _ in range(2))
-            same(*([one(scene)] for one, scene in zip((net, twin), scenes)))
+            same(*([y] for y in both_of(net, twin, seed)))
     assert replays(net) >= 3
 
 
@@ -287,11 +291,8 @@ def test_what_a_call_returns_is_read_by_more_than_its_ReLU(is_sum, training):
     nn.capture(net)
     with torch.set_grad_enabled(training):
         for seed in range(1, 6):
-            coords = coords_of(seed, 40 + 10 * seed)
-            scenes = (spconv.SparseConvTensor(features_of(seed, coords), coords, [12, 12, 12], 2) for _ in range(2))
             made = []
-            for one, scene in zip((net, twin), scenes):
-                found = one(scene)
+            for one, found in zip((net, twin), both_of(net, twin, seed)):
                 made.append([found["before"].features, found["after"]])
                 if training:
                     made[-1] += torch.autograd.grad(made[-1][0].square().sum() + made[-1][1].sum(), one.parameters())
@@ -326,9 +327,7 @@ def test_a_norm_reads_what_another_gives_to_its_ReLU(is_sum, is_unused, training
     nn.capture(net)
     with torch.set_grad_enabled(training):
         for seed in range(1, 6):
-            coords = coords_of(seed, 40 + 10 * seed)
-            scenes = (spconv.SparseConvTensor(features_of(seed, coords), coords, [12, 12, 12], 2) for _ in range(2))
-            got, want = (one(scene) for one, scene in zip((net, twin), scenes))
+            got, want = both_of(net, twin, seed)
             if training:
                 got.sum().backward()
             same([got, *net.buffers()], [want, *twin.buffers()])
