@@ -5,8 +5,10 @@
 Each side is a process that imports its checkout. Both prepare a cell side by side: they compile, choose by estimate,
 and check. Then each measures it alone, old and new in turns, by `sparseconv.bench.timing`: CUDA events, medians.
 A cell holds where the new revision takes at most 3% more; an isolated eager map may take 40 us more.
-Other tenants slow a host's cores: each turn runs on the core that is quickest then. Where the host launches each
-repeat, rounds go on until each side had ``--rounds`` quiet ones, at most four times as many; those alone count.
+Other tenants slow a host's cores: each turn runs on the core that is quickest then. Where the host sets the pace,
+rounds go on until each side had ``--rounds`` quiet ones, at most four times as many; those alone count.
+First gradients are those of a process that finds no compiled kernel, and of a second one, which finds all. Python's
+own bytecode is there, as installers leave it.
 The file is written after every cell. Cells are named ``quantity:case:channels``.
 """
 
@@ -24,7 +26,7 @@ import numpy as np
 
 from benchmarks import ROOT, network
 from benchmarks.layers.machine import machine
-from benchmarks.revisions.cells import FIRST, Cell, chosen, joined, quiet, sentence, summary
+from benchmarks.revisions.cells import FIRST, SECOND, STARTS, Cell, chosen, joined, quiet, sentence, summary
 from benchmarks.revisions.side import Side
 from sparseconv.bench import cases
 from sparseconv.bench.report import write
@@ -55,8 +57,8 @@ class Match:
         order |= {**cell._asdict(), "dtype": "fp16" if self._device == "cuda" else "fp32", "widths": widths(cell)}
         row: Row = {"cell": cell.name, **cell._asdict()}
         try:
-            if cell.quantity == FIRST:
-                return row | self._first(cell, order)
+            if cell.quantity in STARTS:
+                return row | self._starts(cell, order)
             return row | self._in_turns(cell, order)
         except Failed as error:
             return row | {"reason": str(error)}
@@ -69,12 +71,20 @@ class Match:
         told["said"] = {side.name: one for side, one in zip(self._sides, said)}
         return self._rounds_of(cell, lambda side: side.ask(order | {"do": "time"}, self._end), "median") | told
 
-    def _first(self, cell: Cell, order: Row) -> Row:
-        return self._rounds_of(cell, lambda side: side.first_gradient(order, self._end), "seconds", rounds=1)
+    def _starts(self, cell: Cell, order: Row) -> Row:
+        with tempfile.TemporaryDirectory() as folder:
 
-    def _rounds_of(self, cell: Cell, ask: Callable[[Side], Row], figure: str, rounds: int = 0) -> Row:
+            def ask(side: Side) -> Row:
+                caches = tempfile.mkdtemp(dir=folder) if cell.quantity == FIRST else Path(folder) / side.name
+                return side.first_gradient(order, self._end, Path(caches))
+
+            if cell.quantity == SECOND:
+                self._stop_at([ask(side) for side in self._sides])
+            return self._rounds_of(cell, ask, "seconds")
+
+    def _rounds_of(self, cell: Cell, ask: Callable[[Side], Row], figure: str) -> Row:
         """Both sides in turns; every second round the other side begins."""
-        rounds, figures = rounds or self._rounds, {side.name: list[Row]() for side in self._sides}
+        rounds, figures = self._rounds, {side.name: list[Row]() for side in self._sides}
         counted = dict[str, list[int]]()
         for done in range(1, 1 + rounds * (MOST if cell.is_launched_by_the_host else 1)):
             for side in self._sides[:: -1 if self._turn % 2 else 1]:
@@ -86,8 +96,7 @@ class Match:
             if done >= rounds and min(map(len, counted.values()), default=rounds) >= rounds:
                 break
         old, new = ([one[figure] for one in figures[side.name]] for side in self._sides)
-        more = [key for key in ("pace", "second_process") if key in figures["old"][0]]
-        beside: Row = {key: {name: [one[key] for one in found] for name, found in figures.items()} for key in more}
+        beside: Row = {"pace": {name: [one["pace"] for one in found] for name, found in figures.items()}}
         if counted and all(counted.values()):
             return joined(cell, old, new, [counted["old"], counted["new"]]) | beside | {"counted": counted}
         return joined(cell, old, new) | beside

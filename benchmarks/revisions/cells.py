@@ -12,7 +12,9 @@ from benchmarks.layers.report import targets
 #: channels of the layer whose map is timed: its step is short beside the map
 MAP_CHANNELS = 32
 MAPS, LAYERS = ("captured_map", "eager_map"), ("forward", "step")
-NETWORKS, FIRST = ("captured_step", "captured_inference"), "first_gradient"
+NETWORKS = ("captured_step", "captured_inference")
+#: seconds to the first gradients of a process that finds no compiled kernel, and of one that finds all
+STARTS = FIRST, SECOND = "first_gradient", "second_process"
 #: times the old revision's that the new one's may take; and what an isolated eager map may take more, in milliseconds
 RATIO, EAGER_MS = 1.03, 0.040
 #: a turn counts whose host took at most this much of its quickest pace in the run: other tenants of a host double it
@@ -32,27 +34,29 @@ class Cell(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return "network" if self.quantity in NETWORKS else FIRST if self.quantity == FIRST else "layer"
+        return "network" if self.quantity in NETWORKS else "start" if self.quantity in STARTS else "layer"
 
     @property
     def is_launched_by_the_host(self) -> bool:
-        """Whether each repeat runs Python on the host; a graph's replay does not."""
-        return self.quantity in ("eager_map", *LAYERS)
+        """Whether the host sets the pace: each repeat runs Python, which a graph's replay does not.
+
+        A first start spends most of its time in compilers, in many processes, so no core's pace is that of the host.
+        """
+        return self.quantity in ("eager_map", *LAYERS, SECOND)
 
 
 def every() -> list[Cell]:
     """First gradients; maps, forward and step of the first table of the targets; the networks, captured."""
     aims = targets()
-    found = [Cell(FIRST, aims["cold"]["case"], aims["cold"]["channels"])]
+    found = [Cell(quantity, aims["cold"]["case"], aims["cold"]["channels"]) for quantity in STARTS]
     seen = set()
     for row in aims["layers"]:
         case = row["case"]
         found += [Cell(quantity, case, MAP_CHANNELS) for quantity in MAPS if case not in seen]
         found += [Cell(quantity, case, row["channels"]) for quantity in LAYERS]
         seen.add(case)
-    found.sort(key=lambda cell: (cell.quantity != FIRST, cell.case.startswith("shell_1024")))  # the largest last
-    found += [Cell(quantity, case, network.CHANNELS[0]) for case in network.CASES for quantity in NETWORKS]
-    return [*found, found[0]]  # first gradients once more, where time is left
+    found.sort(key=lambda cell: (cell.kind != "start", cell.case.startswith("shell_1024")))  # the largest last
+    return found + [Cell(quantity, case, network.CHANNELS[0]) for case in network.CASES for quantity in NETWORKS]
 
 
 def chosen(words: Sequence[str]) -> list[Cell]:
@@ -63,7 +67,7 @@ def chosen(words: Sequence[str]) -> list[Cell]:
     """
     if not words:
         return every()
-    quantities = {*MAPS, *LAYERS, *NETWORKS, FIRST}
+    quantities = {*MAPS, *LAYERS, *NETWORKS, *STARTS}
     given = [word.split(":") for word in words]
     whole = [Cell(w[0], w[1], int(w[2])) for w in given if len(w) == 3 and w[0] in quantities and w[2].isdecimal()]
     named = {cell.name for cell in whole}
@@ -113,7 +117,7 @@ def sentence(row: dict[str, Any]) -> str:
     """A row as a line of text."""
     if "reason" in row:
         return f"{row['cell']:48} {row['reason']}"
-    unit = "s" if row["quantity"] == FIRST else "ms"
+    unit = "s" if row["quantity"] in STARTS else "ms"
     same = {None: "", True: "  same bits", False: "  OTHER BITS"}[row.get("same_bits")]
     low, high = row["ratios"]
     return (

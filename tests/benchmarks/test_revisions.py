@@ -19,7 +19,7 @@ import benchmarks
 from benchmarks.layers.report import targets
 from benchmarks.network import CASES
 from benchmarks.revisions.__main__ import Match
-from benchmarks.revisions.cells import FIRST, Cell, chosen, every, joined, sentence, summary
+from benchmarks.revisions.cells import FIRST, SECOND, Cell, chosen, every, joined, sentence, summary
 from benchmarks.revisions.side import Side
 from benchmarks.revisions.worker import Worker, on_the_quickest_core
 from sparseconv.bench import cases
@@ -121,6 +121,49 @@ def test_a_host_that_is_never_quiet_ends_the_turns(monkeypatch):
     assert len(replayed["new"]["rounds"]) == 2
 
 
+@pytest.mark.parametrize("quantity", [FIRST, SECOND])
+def test_processes_are_started_in_turns_with_the_caches_that_they_should_find(quantity):
+    starts = []
+
+    def started(name, caches):
+        starts.append((name, caches, any(caches.iterdir()) if caches.is_dir() else False))
+        caches.mkdir(exist_ok=True)
+        (caches / "kernel").touch()
+        return {"seconds": 1.0 if name == "old" else 1.01, "pace": 40}
+
+    sides = tuple(
+        SimpleNamespace(name=name, first_gradient=lambda order, end, caches, name=name: started(name, caches))
+        for name in ("old", "new")
+    )
+    row = Match(sides, "cuda", math.inf, 3, 0.1).measure(Cell(quantity, "shell_8", 4), "nowhere")
+    assert row["holds"]
+    assert (row["old"]["rounds"], row["new"]["rounds"]) == ([1.0] * 3, [1.01] * 3)
+    names, folders, filled = zip(*starts)
+    if quantity == FIRST:
+        assert names == ("old", "new", "new", "old", "old", "new")
+        assert len(set(folders)) == 6
+        assert not any(filled)
+    else:  # the first of each fills its caches, and does not count
+        assert names == ("old", "new", "old", "new", "new", "old", "old", "new")
+        assert len(set(folders)) == 2
+        assert filled == (False, False, *(True,) * 6)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_started_finds_bytecode_and_nobody_elses_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    side = Side("old", checkout_of(tmp_path / "old"), tmp_path / "kept")
+    np.save(tmp_path / "coords.npy", cases.coordinates("shell_6").numpy())
+    order = {"device": "cpu", "dtype": "fp32", "channels": 2, "file": str(tmp_path / "coords.npy")}
+    try:
+        said = side.first_gradient(order, time.monotonic() + 100, tmp_path / "kernels")
+    finally:
+        side.stop()
+    assert said["seconds"] > 0
+    assert said["pace"] > 0
+    assert list((tmp_path / "kept" / "bytecode").rglob("convolution.*.pyc"))
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are chosen on Linux")
 def test_a_turn_leaves_the_process_where_it_may_run():
     allowed = os.sched_getaffinity(0)
@@ -142,7 +185,8 @@ def test_the_cells_are_the_first_table_and_the_networks():
         for quantity in ("captured_map", "eager_map"):
             assert sum(cell[:2] == (quantity, row["case"]) for cell in cells) == 1
     assert {cell.case for cell in cells if cell.kind == "network"} == set(CASES)
-    assert cells[0].quantity == cells[-1].quantity == FIRST
+    assert [cell.quantity for cell in cells if cell.kind == "start"] == [FIRST, SECOND]
+    assert len(cells) == len(set(cells))
     assert [cell.name for cell in chosen(["tls", "step:shell_8:4"])][-1] == "step:shell_8:4"
     assert {cell.case for cell in chosen(["tls"])} == {"tls_lonestar_005"}
 
