@@ -29,6 +29,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.numbered_maps import alive, check_convolution, check_weight_gradient, map_of
 from sparseconv.torch_private import (
     any_autocast,
+    backward_pass,
     below_autograd,
     dispatch_modes,
     exporting,
@@ -129,20 +130,19 @@ def both_gradients(
     return grad_x, grad_weight
 
 
-#: types of plain tensors, which no subclass or mode intercepts, and of absent ones
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+#: types of plain tensors, which no subclass intercepts
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def is_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether a call may bypass torch's dispatcher: plain eager tensors, no mode, no forward mode, no batch of
     cotangents, which the dispatcher takes one after another, and no view that it negates, as ``z.conj().imag``.
 
     Two passes through the dispatcher's Python kernels cost as much as launching a small layer.
     """
-    if type(x) not in _PLAIN or not _PLAIN.issuperset(map(type, others)):
-        return False
-    for t in (x, *others):  # no generator: that takes as long as all of the rest
-        if t is not None and (is_batch_of_cotangents(t) or t.is_neg()):
+    has_batches = backward_pass() >= 0
+    for t in tensors:  # no generator: that takes as long as all of the rest
+        if t is not None and (type(t) not in _PLAIN or t.is_neg() or (has_batches and is_batch_of_cotangents(t))):
             return False
     return not dispatch_modes() and not transforms.forward_mode()
 
@@ -158,13 +158,13 @@ def is_direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 def is_last(*tensors: torch.Tensor) -> bool:
     """Whether both gradients of a convolution are wanted as they are, without derivatives of their own."""
-    return not torch.is_grad_enabled() and not transforms.present() and is_direct(*tensors)
+    return not torch.is_grad_enabled() and not functional() and is_direct(*tensors)
 
 
 def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
     tensors = args[: function.num_tensors]
     if is_plain(*tensors) and not functional():
-        return without_casts(tensors[0], _run, function, *args)
+        return without_casts(tensors[0], _run, function, *args) if any_autocast() else _run(function, *args)
     if transforms.present():  # which see through autograd functions only
         return function.apply(*tensors, args[len(tensors) :])
     return getattr(torch.ops.sparseconv, function.name)(*args)
@@ -199,7 +199,7 @@ def _at_once(function: type[_Linear], run: Callable[..., torch.Tensor]) -> Calla
     """
 
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        function.setup_context(ctx, args, None)
+        function.keep(ctx, args)
         return run(*args[:-1], *args[-1])
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
@@ -237,12 +237,17 @@ class _Linear(torch.autograd.Function):
         return cls.run(*args[:-1], *args[-1])
 
     @classmethod
-    def setup_context(cls, ctx: Any, inputs: tuple, output: torch.Tensor | None) -> None:
+    def setup_context(cls, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        cls.keep(ctx, inputs)
+        if transforms.present():
+            ctx.save_for_forward(*inputs[:2])
+
+    @classmethod
+    def keep(cls, ctx: Any, inputs: tuple) -> None:
+        """What `backward` reads; forward mode has its own."""
         one, other, *_, ctx.call = inputs
         of_one, of_other, *_ = ctx.needs_input_grad
         ctx.save_for_backward(one if of_other else None, other if of_one else None)
-        if transforms.present():
-            ctx.save_for_forward(one, other)
         ctx.sizes = one.shape[0], other.shape[0]
         ctx.kernel_map = kernel_map = alive(ctx.call[0])
         if cls is _Convolution and of_other and kernel_map is not None:

@@ -86,6 +86,8 @@ def dual_level() -> int:
 
 # ---- autograd's graph
 
+#: the number of the backward pass that this thread is in, -1 outside of any
+backward_pass: Callable[[], int] = private("_C._current_graph_task_id", lambda: 0)
 #: whether the backward pass under way may be followed by another one over the same graph
 keeps_graph: Callable[[], bool] = private("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
 _hooks_allowed: Callable[[], bool] = private("_C._autograd._saved_tensors_hooks_is_enabled", lambda: False)

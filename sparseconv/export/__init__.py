@@ -1,9 +1,28 @@
 """Networks as programs that hold their geometry: for any process with sparseconv, or for C++ without Python."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from sparseconv.export import operators as operators
 from sparseconv.export import traced as traced
-from sparseconv.export.card_package import package_for_card
-from sparseconv.export.packaging import CPP, package
-from sparseconv.export.program import export
+
+if TYPE_CHECKING:
+    from sparseconv.export.card_package import package_for_card as package_for_card
+    from sparseconv.export.packaging import CPP as CPP
+    from sparseconv.export.packaging import package as package
+    from sparseconv.export.program import export as export
+
+#: public names and their modules, loaded when they are first used: every process needs the operators alone
+HOMES = {"CPP": "packaging", "export": "program", "package": "packaging", "package_for_card": "card_package"}
 
 __all__ = ["CPP", "export", "package", "package_for_card"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOMES:
+        return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,15 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparseconv import pointwise
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.kinds import check_choice
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
-from sparseconv.pointwise import Epilogue
-from sparseconv.pointwise.function import PointwiseDynamicFunction
 
 Kind = TypeVar("Kind", VoxelGrid, ConvolutionPlan)
 
@@ -240,10 +237,12 @@ def _execute(
 ) -> torch.Tensor:
     epilogue = None
     if activation:
+        from sparseconv import pointwise  # loaded where it is used
+
         after = getattr(pointwise, activation, None)
-        if not isinstance(after, PointwiseDynamicFunction):
+        if not isinstance(after, pointwise.PointwiseDynamicFunction):
             raise ValueError(f"activation must be a function of sparseconv.pointwise by name; got {activation!r}")
-        epilogue = Epilogue(after, tuple(numbers or ()))
+        epilogue = pointwise.Epilogue(after, tuple(numbers or ()))
     ready = held_by(plan, ConvolutionPlan).with_groups(groups)
     return ready.execute(x, weight, bias, residual=residual, epilogue=epilogue)
 

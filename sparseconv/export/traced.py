@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sparseconv import pointwise
 from sparseconv.geometry.arguments import INTEGERS, Floats, checked_batch_size, numbers
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 from sparseconv.kinds import check_count
 from sparseconv.plan.arguments import Axes, as_epilogue, autocast, checked_window
 from sparseconv.plan.weights import by_tap
-from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 _ops: Any = torch.ops.sparseconv
 
@@ -205,7 +207,7 @@ class TracedPlan:
             )
         after = as_epilogue(epilogue)
         name = "" if after is None else after.activation.schema.name
-        inlined = after is not None and getattr(pointwise, name, None) is after.activation
+        inlined = after is not None and getattr(import_module("sparseconv.pointwise"), name, None) is after.activation
         numbers = [float(n) for n in after.numbers] if after is not None and inlined else []
         call = (self.handle, x, taps, bias, residual, self.target.coords, self.groups, name if inlined else "", numbers)
         y: torch.Tensor = _ops.execute(*call)

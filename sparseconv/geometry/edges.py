@@ -9,8 +9,6 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import check_box, close, outside, row
-from sparseconv.geometry.cpu.compiled import reached_voxels, serves
-from sparseconv.geometry.cpu.line_search import edges_by_lines
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.other_voxels import reached, unique_coords
@@ -46,7 +44,7 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
             found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
         return found
     if torus is None and fine.device.type == "cpu" and fine.count is None:
-        pairs = edges_by_lines(fine, coarse, window.stride, window.offsets)
+        pairs = _on_cpu().edges_by_lines(fine, coarse, window.stride, window.offsets)
         if pairs is not None:
             sizes = len(fine), len(coarse), len(window.offsets)
             return KernelMap(*sizes, pairs=pairs, identity_tap=identity, mirror=mirror)
@@ -62,6 +60,13 @@ def _on_gpu() -> Any:
     from sparseconv.geometry.gpu.pairs import found_edges  # Triton is loaded where it is used
 
     return found_edges
+
+
+@cache
+def _on_cpu() -> Any:
+    from sparseconv.geometry.cpu import line_search  # loaded where it is used
+
+    return line_search
 
 
 @transforms.untraced
@@ -146,9 +151,10 @@ def _reach_on_cpu(
     grid: VoxelGrid, window: Window, box: IndexRange, scale: tuple[float, ...], *, to_fine: bool
 ) -> VoxelGrid | None:
     """The grid of what the window reaches within a box on no torus, by compiled loops; None where they do not serve."""
-    if not len(grid) or grid.is_shared or not serves(grid) or outside(box):
+    compiled = _on_cpu().compiled
+    if not len(grid) or grid.is_shared or not compiled.serves(grid) or outside(box):
         return None
-    found = reached_voxels(grid, window, box, to_fine=to_fine)
+    found: tuple[torch.Tensor, IndexRange] | None = compiled.reached_voxels(grid, window, box, to_fine=to_fine)
     return None if found is None else grid._known(*found, scale, True)
 
 

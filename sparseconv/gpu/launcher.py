@@ -219,8 +219,10 @@ class Launcher:
                     return launch(x, y, args)
             if listeners:
                 tell(compiled, (x, y, 1), args)
-            start, told = plain if overlapped is None or is_capturing() else overlapped
-            start(*((x, y, 1, stream_of(device_index)) + told + args + rest))
+            stream = stream_of(device_index)
+            captured = stream != 0 and is_capturing()  # the default stream, which is 0, cannot be
+            start, told = plain if overlapped is None or captured else overlapped
+            start(*((x, y, 1, stream) + told + args + rest))
 
         return launch
 

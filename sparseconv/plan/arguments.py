@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,10 @@ from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import check_count, check_kind, check_tensor
 from sparseconv.plan.casting import packed_as
-from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import exporting
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]
 
@@ -96,11 +98,17 @@ def check_places(
 ) -> None:
     """Raise for operands of `ConvolutionPlan.execute` that are no plain tensors, or not on the plan's device."""
     given: tuple[Any, ...] = (x, weight, bias, residual)
+    fit = x is not None and weight is not None
+    for t in given:  # names come later: each call runs this
+        fit &= t is None or (
+            isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested and t.device == device
+        )
+    if fit:
+        return
     for name, tensor in zip(OPERANDS, given):
         if tensor is None and name in ("bias", "residual"):
             continue
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-            check_tensor(name, tensor)
+        check_tensor(name, tensor)
         if tensor.device != device:
             raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
 
@@ -134,8 +142,9 @@ def check_operands(
         raise ValueError(f"bias must be ({c_out},); got {tuple(bias.shape)}")
     if residual is not None and residual.shape != (kernel_map.num_out, c_out):
         raise ValueError(f"residual must be ({kernel_map.num_out}, {c_out}); got {tuple(residual.shape)}")
-    for name, tensor in zip(OPERANDS, (x, taps, bias, residual)):
+    for tensor in (taps, bias, residual):
         if tensor is not None and tensor.dtype != dtype:
+            name = "weight" if tensor is taps else "bias" if tensor is bias else "residual"
             raise TypeError(f"x is {dtype} but the {name} is {tensor.dtype}: cast one, or use torch.autocast")
 
 
@@ -154,7 +163,11 @@ def autocast(x: torch.Tensor, taps: torch.Tensor, *others: torch.Tensor | None) 
 
 def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
     """What `ConvolutionPlan.execute` was given as epilogue, its numbers bound; None for none."""
-    if given is None or isinstance(given, Epilogue):
+    if given is None:
+        return None
+    from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction  # loaded where they are used
+
+    if isinstance(given, Epilogue):
         return given
     if isinstance(given, PointwiseDynamicFunction):
         return Epilogue(given)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
+from sparseconv.autograd import convolution
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits, inside
@@ -34,11 +35,12 @@ from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.held_maps import names_of
 from sparseconv.plan.weights import by_tap, packed
-from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import any_autocast
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int64, Integer, Shaped
+
+    from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 
 class ConvolutionPlan(Movable):
@@ -288,6 +290,8 @@ class ConvolutionPlan(Movable):
         """
         x, taps, bias, residual = self.operands(x, weight, bias, residual)
         call = (self._names.now, self.kernel_map.num_out, self.groups, self.backend)
+        if residual is None and epilogue is None:
+            return convolution(x, taps, bias, *call)
         return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
 
     def operands(

@@ -43,4 +43,4 @@ def packed(view: torch.Tensor) -> torch.Tensor:
     No version of a tensor tells of a write through ``.data``, numpy or another process, so no copy is kept. In the
     graph it is an operation like others; a compiler decides for itself what it copies.
     """
-    return view if torch.compiler.is_compiling() else packed_as(view, view.dtype)
+    return view if view.is_contiguous() or torch.compiler.is_compiling() else packed_as(view, view.dtype)

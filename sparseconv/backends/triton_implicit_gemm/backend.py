@@ -182,10 +182,11 @@ class TritonImplicitGemm(Backend):
         self, x: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`input_grad` and `weight_grad`, that first which takes memory where the other will be."""
-        if 4 * weight.numel() <= PARTIAL_BYTES:
-            return super().gradients(x, weight, grad_out, kernel_map, groups)
-        grad_x = self.input_grad(grad_out, weight, kernel_map, groups)
-        return grad_x, self.weight_grad(x, grad_out, kernel_map, groups)  # too large for partial sums: of whole taps
+        if 4 * weight.numel() > PARTIAL_BYTES:  # too large for partial sums: of whole taps
+            grad_x = self.input_grad(grad_out, weight, kernel_map, groups)
+            return grad_x, self.weight_grad(x, grad_out, kernel_map, groups)
+        grad_weight = self.weight_grad(x, grad_out, kernel_map, groups)
+        return self.input_grad(grad_out, weight, kernel_map, groups), grad_weight
 
     def workspace_bytes(self, request: Request) -> int:
         """The most memory that one verb allocates besides its result, in bytes: fp32 sums, or a copy of the weight."""
@@ -231,9 +232,6 @@ class TritonImplicitGemm(Backend):
         epilogue: Epilogue | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        if not x.shape[1]:  # a channel of zeros gives the same sums
-            x, (taps, *sides) = x.new_zeros(len(x), groups), weight.shape
-            weight = weight.new_zeros(taps, *((sides[0], groups) if transposed else (1, sides[1])))
         x = with_dense_rows(x)
         weight = weight.contiguous() if out_dtype is None else weight  # 8 bits are copied unless they lie transposed
         bias = None if bias is None else bias.contiguous()
@@ -241,7 +239,7 @@ class TritonImplicitGemm(Backend):
         num_out = kernel_map.num_in if transposed else kernel_map.num_out
         shape, dtype = weight.shape, x.dtype
         c_out = shape[1] * groups if transposed else shape[2]
-        out = x.new_empty(num_out, c_out, dtype=out_dtype)
+        out = x.new_empty(num_out, c_out) if out_dtype is None else x.new_empty(num_out, c_out, dtype=out_dtype)
         if not num_out or not c_out:
             return out
         key = (
@@ -259,6 +257,10 @@ class TritonImplicitGemm(Backend):
         )
         tensors = (x, weight, out, x if bias is None else bias, x if residual is None else residual)
         step = kernel_map.prepared.get(key)
+        if step is None and not x.shape[1]:  # a channel of zeros gives the same sums
+            one = x.new_zeros(len(x), groups)
+            weight = weight.new_zeros(shape[0], *((shape[1], groups) if transposed else (1, shape[2])))
+            return self._conv(one, weight, kernel_map, groups, transposed, bias, residual, epilogue, out_dtype)
         if step is None:
             channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
             rescale = out_dtype in (torch.int8, FLOAT8)
