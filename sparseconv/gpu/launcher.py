@@ -220,8 +220,9 @@ class Launcher:
             if listeners:
                 tell(compiled, (x, y, 1), args)
             stream = stream_of(device_index)
-            captured = stream != 0 and is_capturing()  # the default stream, which is 0, cannot be
-            start, told = plain if overlapped is None or captured else overlapped
+            start, told = plain
+            if overlapped is not None and (stream == 0 or not is_capturing()):  # CUDA captures no default stream
+                start, told = overlapped
             start(*((x, y, 1, stream) + told + args + rest))
 
         return launch

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry import edges
 from sparseconv.geometry.cpu import compiled
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid
 from sparseconv.geometry.ranges import Boundary, IndexRange
@@ -26,8 +25,7 @@ def grid_of(seed: int, rank: int, count: int, size: int, shuffled: bool) -> Voxe
 
 
 def without_loops(patch: pytest.MonkeyPatch) -> None:
-    for module in (compiled, edges):
-        patch.setattr(module, "serves", lambda grid: False)
+    patch.setattr(compiled, "serves", lambda grid: False)
 
 
 def everything(grid: VoxelGrid, window: Window, boundary: Boundary, within: IndexRange | None) -> list:

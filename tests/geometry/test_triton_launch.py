@@ -120,11 +120,11 @@ class Run:
     ("ptx", "early"), [("griddepcontrol.wait; ld.global.b32", True), ("ld.global.b32", False), (None, False)]
 )
 def test_a_kernel_that_waits_for_the_launch_ahead_is_launched_early_but_not_in_graphs(ptx, early, card, monkeypatch):
-    run, capturing = Run(), [False]
+    run, capturing, stream = Run(), [False], [10]
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(launching, "current_device", lambda: 0)
     monkeypatch.setattr(launching, "is_capturing", lambda: capturing[0])
-    streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10))
+    streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: stream[0]))
     monkeypatch.setattr(launching, "driver", streams)
     for room in (launching, triton_private):
         monkeypatch.setattr(room, "entry_of", lambda run: None)
@@ -136,6 +136,10 @@ def test_a_kernel_that_waits_for_the_launch_ahead_is_launched_early_but_not_in_g
     for capturing[0] in (False, True, False):
         launch(1, 1, (1000, 5))
     assert run.early == [early, False, early]
+    stream[0] = 0
+    monkeypatch.setattr(launching, "is_capturing", lambda: pytest.fail("CUDA captures no default stream"))
+    launch(1, 1, (1000, 5))
+    assert run.early[3:] == [early]
     assert not Run.launch_pdl
 
 
