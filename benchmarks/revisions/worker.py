@@ -9,6 +9,7 @@ This file serves every revision, so it uses only what all have: grids, plans, ``
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import hashlib
@@ -84,6 +85,7 @@ class Network:
         dtype = torch.float16 if order["dtype"] == "fp16" else torch.float32
         torch.manual_seed(0)
         self.network = nn.UNet(IN, CLASSES, tuple(order["widths"])).to(device=order["device"], dtype=dtype)
+        self.state = copy.deepcopy(self.network.state_dict())
         made = torch.Generator().manual_seed(0)
         self.coords = coords
         self.x = torch.randn(len(coords), IN, generator=made).to(coords.device, dtype)
@@ -101,6 +103,7 @@ class Network:
             if not 1.5 < value < 6.0:  # an untrained network guesses: log(20) is 3.0
                 raise ValueError(f"the loss of an untrained network is {value:.3g}")
             return functools.partial(step, (self.coords, self.x), self.labels), {"loss": value}
+        self.network.load_state_dict(self.state)  # running statistics tell how many steps were timed
         self.network.eval()
         fast = self.capture(self.network, self.scene())
         y = fast((self.coords, self.x))

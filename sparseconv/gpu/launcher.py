@@ -44,7 +44,7 @@ TRIES = 3
 #: what the text of a kernel has in it that begins with `follow`, on cards that can launch it early
 FOLLOWS = "griddepcontrol.wait"
 
-_reading = threading.Lock()
+_reading, _starting = threading.Lock(), threading.Lock()
 
 
 @triton.jit
@@ -244,15 +244,35 @@ def await_compilers() -> None:
             thread.join()
 
 
-@cache
 def read_triton() -> None:
-    """Once, whichever threads ask: the digest of Triton's files, which is part of every kernel's name in its cache, and
-    what Triton needs of the driver."""
-    with _reading, suppress(ImportError):
+    """What Triton needs before its first kernel, done once, whichever threads ask: 0.5 s where all is in its cache."""
+    for part in (read_files, start_driver):
+        part()
+
+
+def read_files() -> None:
+    """The digest of Triton's files, which is part of every kernel's name in its cache."""
+    with _reading:
+        _files()
+
+
+def start_driver() -> None:
+    """What Triton calls of the card's driver, and the launcher that kernels share: both by a C compiler at first."""
+    with _starting:
+        _driver()
+
+
+@cache
+def _files() -> None:
+    with suppress(ImportError):
         from triton.runtime.cache import triton_key
 
         triton_key()
-    if builds_launchers():  # both by a C compiler: what it calls of the driver, then the shared launcher
+
+
+@cache
+def _driver() -> None:
+    if builds_launchers():
         threading.Thread(target=build_shared_launcher, name=COMPILER).start()
 
 
@@ -271,5 +291,6 @@ def pointer(tensor: torch.Tensor) -> Pointer:
     return tensor if INTERPRETED else tensor.data_ptr()
 
 
-if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s during the imports that follow
-    threading.Thread(target=read_triton, name=COMPILER).start()
+if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: during the imports that follow
+    for _part in (read_files, start_driver):
+        threading.Thread(target=_part, name=COMPILER).start()

@@ -21,7 +21,8 @@ from benchmarks.network import CASES
 from benchmarks.revisions.__main__ import Match
 from benchmarks.revisions.cells import FIRST, SECOND, Cell, chosen, every, joined, sentence, summary
 from benchmarks.revisions.side import Side
-from benchmarks.revisions.worker import Worker, on_the_quickest_core
+from benchmarks.revisions.worker import Network, Worker, on_the_quickest_core
+from sparseconv import SparseTensor, VoxelGrid
 from sparseconv.bench import cases
 
 
@@ -86,6 +87,26 @@ def test_a_worker_prepares_a_cell_and_times_it(tmp_path, quantity):
     assert 0 < found["p10"] <= found["median"] <= found["p90"]
     assert worker.answer(order | {"do": "first_gradient"})["seconds"] > 0
     assert "no_such" in worker.answer(order | {"do": "prepare", "quantity": "no_such"})["error"]
+
+
+def test_a_network_answers_the_same_however_many_steps_were_timed_before(monkeypatch):
+    order = {"device": "cpu", "dtype": "fp32", "widths": [2, 2, 2]}
+    network = Network(order, cases.coordinates("shell_6"))
+
+    class Eager:
+        def __init__(self, net, scene):
+            self.net = net
+
+        def __call__(self, given):
+            return self.net(SparseTensor(VoxelGrid(given[0]), given[1]))
+
+        def check(self):
+            pass
+
+    monkeypatch.setattr(network, "capture", Eager)
+    _, said = network.call("captured_inference")
+    network.network.train()(network.scene())
+    assert network.call("captured_inference")[1] == said
 
 
 def answers(paces, figures):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from contextlib import contextmanager, nullcontext
@@ -102,6 +103,24 @@ def test_a_launch_goes_to_its_device_whichever_is_current(card, monkeypatch):
     rest = (7, "told", None, None, None, 1000, 5, 64)
     assert launched == [(0, (3, 1, 1, 10, *rest)), (1, (3, 1, 1, 11, *rest))]
     assert now == [0]
+
+
+def test_the_driver_is_asked_once_whichever_threads_come_first(monkeypatch):
+    asked = []
+
+    def slow() -> bool:
+        asked.append(threading.current_thread().name)
+        time.sleep(0.05)
+        return False
+
+    monkeypatch.setattr(launching, "builds_launchers", slow)
+    monkeypatch.setattr(launching, "_driver", functools.cache(launching._driver.__wrapped__))
+    threads = [threading.Thread(target=launching.start_driver) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 1
 
 
 class Run:

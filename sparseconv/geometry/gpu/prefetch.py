@@ -29,6 +29,7 @@ from sparseconv.geometry.gpu.window.search import search_window
 from sparseconv.geometry.gpu.window.taps import bit_places
 from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.gpu.compiling.job import settle
 from sparseconv.gpu.launcher import INTERPRETED, read_triton
 
 _seen: set[int | None] = set()
@@ -99,6 +100,8 @@ def compile_first(coords: torch.Tensor) -> None:
     if columns != len(shifts) or not 0 < n <= FUSED_ROWS:
         return
     _seen.add(device.index)
+    for launcher in (SEARCH, CUBE_PAIRS):
+        settle(launcher.function)  # while threads do what `read_triton` waits for
     read_triton()
     looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), False, 27, 3)
     taps = len(offsets)
