@@ -109,7 +109,7 @@ class ModuleState:
                 tensors.update(kept)
             self.starts, self.constants = self._parameters, known
 
-    def moved(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    def buffers_now(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
         """Copies of buffers by their names, by default of all where calls move any."""
         names = names if names is not None else self._named if self._moves else ()
         return {name: self._named[name].clone() for name in names}

@@ -83,18 +83,18 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
     those of what comes before the graph.
     """
     with recording.state.restoring() as put_back:
-        before = recording.state.moved()
+        before = recording.state.buffers_now()
         recording.begin(scene, given)
         fault = recording.fault()
         if fault is not None:
             raise DoesNotFit(fault)
-        found, after = recording.taken_results(), recording.state.moved()
+        found, after = recording.taken_results(), recording.state.buffers_now()
         moved = {name: b for name, b in after.items() if not torch.equal(b, before[name])}
         put_back()
         with recording.state.counting():
             eager = eager_call(recording, call, given)
         _same_plain(recording, eager.answer.plain)
-        wanted, left = [t.detach() for t in eager.answer.tensors], recording.state.moved(moved)
+        wanted, left = [t.detach() for t in eager.answer.tensors], recording.state.buffers_now(moved)
         for number, (a, b) in enumerate(zip(found, wanted)):
             if a.shape != b.shape:
                 raise CannotCapture(
@@ -111,7 +111,7 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
         if gap is not None or off(gaps_left, of_buffers) is not None:
             put_back()
             again = eager_call(recording, call, given, jitter).answer.tensors
-            left_again = gaps_of([*recording.state.moved(moved).values()], [*left.values()])
+            left_again = gaps_of([*recording.state.buffers_now(moved).values()], [*left.values()])
             what = gap if off(gaps_of(again, wanted), limits) is None else None
             if what is None:
                 clear = [gap if gap > TIMES * now else 0.0 for gap, now in zip(gaps_left, left_again)]

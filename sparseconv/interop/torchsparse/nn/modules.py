@@ -48,8 +48,10 @@ class Conv3d(torch.nn.Module):
             raise ValueError("a generative layer is a transposed one: pass transposed=True, too")
         self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
         if isinstance(dilation, bool):
-            raise TypeError("dilation must be whole numbers: padding comes before it since torchsparse 2.1, so name "
-                            "the arguments, as bias=True")  # fmt: skip
+            raise TypeError(
+                "dilation must be whole numbers: padding comes before it since torchsparse 2.1, so name the arguments, "
+                "as bias=True"
+            )
         axes(dilation, 3, "dilation", 1)
         self.dilation = dilation
         self.kernel_size, self.stride = (
