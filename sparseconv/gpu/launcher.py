@@ -245,7 +245,7 @@ def await_compilers() -> None:
 
 
 def read_triton() -> None:
-    """What Triton needs before its first kernel, done once, whichever threads ask: 0.5 s where all is in its cache."""
+    """What Triton needs before its first kernel, done once, whichever threads ask."""
     for part in (read_files, start_driver):
         part()
 
