@@ -185,8 +185,7 @@ class TritonImplicitGemm(Backend):
         if 4 * weight.numel() > PARTIAL_BYTES:  # too large for partial sums: of whole taps
             grad_x = self.input_grad(grad_out, weight, kernel_map, groups)
             return grad_x, self.weight_grad(x, grad_out, kernel_map, groups)
-        grad_weight = self.weight_grad(x, grad_out, kernel_map, groups)
-        return self.input_grad(grad_out, weight, kernel_map, groups), grad_weight
+        return super().gradients(x, weight, grad_out, kernel_map, groups)
 
     def workspace_bytes(self, request: Request) -> int:
         """The most memory that one verb allocates besides its result, in bytes: fp32 sums, or a copy of the weight."""

@@ -341,14 +341,7 @@ def fold_kernel(
     channels = units * UNIT
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
-    weight, bias = _affine(weight_ptr, bias_ptr, channel, channels * affine)
-    var = tl.load(running_var_ptr + channel, inside, other=1.0).to(tl.float32)
-    scale = tl.rsqrt(var + eps) * weight
-    if tile == 0:
-        start = tl.load(start_ptr + channel, channel < channels * biased, other=0.0).to(tl.float32)
-        mean = tl.load(running_mean_ptr + channel, inside, other=0.0).to(tl.float32)
-        shift = (start - mean) * scale + bias
-        tl.store(shift_ptr + channel, shift.to(shift_ptr.dtype.element_ty), inside)
+    few = tl.where(tile == 0, channels, 0)
     row = tl.arange(0, BLOCK_N)
     mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
     at = _offsets(tile, channels, row, channel, BLOCK_N)
@@ -358,5 +351,13 @@ def fold_kernel(
         taps = tl.trans(tl.load(taps_ptr + source, inner, other=0.0))
     else:
         taps = tl.load(taps_ptr + at, mask, other=0.0)
+    tl.debug_barrier()  # else the compiler loads taps once it has waited for what scales them
+    weight, bias = _affine(weight_ptr, bias_ptr, channel, channels * affine)
+    var = tl.load(running_var_ptr + channel, inside, other=1.0).to(tl.float32)
+    mean = tl.load(running_mean_ptr + channel, channel < few, other=0.0).to(tl.float32)
+    start = tl.load(start_ptr + channel, channel < few * biased, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(var + eps) * weight
     folded = taps.to(tl.float32) * scale[None, :]
     tl.store(folded_ptr + at, folded.to(folded_ptr.dtype.element_ty), mask)
+    shift = (start - mean) * scale + bias
+    tl.store(shift_ptr + channel, shift.to(shift_ptr.dtype.element_ty), channel < few)
