@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,8 @@ Pointer = Any  # an address on a card; a tensor where kernels are interpreted
 
 #: the name of threads that compile ahead
 COMPILER = "sparseconv compiler"
+#: seconds that a thread of Python computes, at most, while Triton's files are read; Python's own number is 0.005
+TURN = 0.0002
 #: times that a kernel is compiled ahead before whoever launches it is told what fails
 TRIES = 3
 
@@ -267,7 +270,24 @@ def _files() -> None:
     with suppress(ImportError):
         from triton.runtime.cache import triton_key
 
-        triton_key()
+        with short_turns():
+            triton_key()
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Within it, Python's threads wait for `TURN` seconds at most until another one, which computes, lets them go on.
+
+    A thread that reads a large file asks for its turn at each piece. What somebody else sets meanwhile stays.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, TURN))
+    ours = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == ours:
+            sys.setswitchinterval(before + 5e-7)  # Python cuts off what is no whole microsecond
 
 
 @cache

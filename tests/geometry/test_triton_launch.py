@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
@@ -121,6 +122,22 @@ def test_the_driver_is_asked_once_whichever_threads_come_first(monkeypatch):
     for thread in threads:
         thread.join()
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("theirs", [None, 0.001], ids=["nobody else sets it", "somebody sets it meanwhile"])
+@pytest.mark.parametrize("before", [0.005, 0.0049, 0.0001], ids=["usual", "longer", "shorter"])
+def test_threads_of_python_take_short_turns_while_files_are_read(before, theirs):
+    at_start = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    try:
+        kept = sys.getswitchinterval()
+        with launching.short_turns():
+            assert sys.getswitchinterval() <= launching.TURN + 1e-9
+            if theirs is not None:
+                sys.setswitchinterval(theirs)
+        assert sys.getswitchinterval() == pytest.approx(kept if theirs is None else theirs)
+    finally:
+        sys.setswitchinterval(at_start)
 
 
 class Run:
