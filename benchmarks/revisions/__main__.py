@@ -87,10 +87,12 @@ class Match:
         rounds, figures = self._rounds, {side.name: list[Row]() for side in self._sides}
         counted = dict[str, list[int]]()
         for done in range(1, 1 + rounds * (MOST if cell.is_launched_by_the_host else 1)):
-            for side in self._sides[:: -1 if self._turn % 2 else 1]:
-                said = ask(side)
-                self._stop_at([said] if side is self._sides[0] else [{}, said])
-                figures[side.name].append(said)
+            said = {side.name: ask(side) for side in self._sides[:: -1 if self._turn % 2 else 1]}
+            if done > rounds and time.monotonic() >= self._end:
+                break  # with the rounds that were asked for; the last one may have been cut off
+            self._stop_at([said[side.name] for side in self._sides])
+            for name, one in said.items():
+                figures[name].append(one)
             self._turn += 1
             counted = self._quiet(figures) if cell.is_launched_by_the_host else {}
             if done >= rounds and min(map(len, counted.values()), default=rounds) >= rounds:

@@ -142,6 +142,28 @@ def test_a_host_that_is_never_quiet_ends_the_turns(monkeypatch):
     assert len(replayed["new"]["rounds"]) == 2
 
 
+@pytest.mark.parametrize(("whole", "kept"), [(3, True), (1, False)], ids=["after those asked for", "before"])
+def test_turns_that_the_end_cuts_off_leave_those_before(monkeypatch, whole, kept):
+    """On a host that is loud for one side."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def ask(name):
+        clock[0] += 1.0
+        late = clock[0] > 2 * whole + 1
+        return {"error": "no time"} if late else {"pace": 40 if name == "old" else 80, "median": 1.0}
+
+    sides = tuple(SimpleNamespace(name=name, ask=lambda order, end, name=name: ask(name)) for name in ("old", "new"))
+    match = Match(sides, "cuda", 2 * whole + 1.5, 2, 0.1)
+    monkeypatch.setattr(match, "_both", lambda order: [{}, {}])
+    row = match.measure(Cell("step", "shell_8", 4), "nowhere")
+    if kept:
+        assert len(row["old"]["rounds"]) == len(row["new"]["rounds"]) == whole
+        assert row["holds"]
+    else:
+        assert "no time" in row["reason"]
+
+
 @pytest.mark.parametrize("quantity", [FIRST, SECOND])
 def test_processes_are_started_in_turns_with_the_caches_that_they_should_find(quantity):
     starts = []
