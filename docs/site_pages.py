@@ -19,7 +19,7 @@ SHOWN = {"examples/README.md": "examples/index.md", "notebooks/README.md": "note
 }
 SOURCES = {page: source for source, page in SHOWN.items()}
 #: how much the search thinks of pages that are not the first to read
-SEARCHED = {"decisions": 0.05, "appendix": 0.1, "benchmarks": 0.3, "notebooks": 0.5}
+SEARCHED = {"decisions": 0.05, "benchmarks": 0.3, "notebooks": 0.5}
 UNITS = r"[kMG]|[nmu]?s|[MG]i?B|TB|m?m|%|x"
 
 

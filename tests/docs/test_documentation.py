@@ -173,33 +173,3 @@ def test_signatures_are_explicit():
         if any(part.kind == part.VAR_KEYWORD for part in inspect.signature(function).parameters.values())
     }
     assert found == set(HANDED_ON)
-
-
-# ---- the prose
-
-#: pages of the laboratory, which keep longer sentences
-LABORATORY = ("appendix", "decisions", "benchmarks")
-PROSE = [page for page in PAGES if not page.name.startswith(LABORATORY) and page.parent.name != "api"]
-#: words at most in a sentence
-LONGEST = 20
-
-
-def sentences(text: str) -> list[str]:
-    """Those of a page's running text: without code, tables, headings, pictures and the generated block."""
-    text = re.sub(r"```.*?```|<!-- written by.*?<!-- until here -->", "", text, flags=re.DOTALL)
-    kept = [
-        line for line in text.splitlines() if not line.lstrip().startswith(("|", "#", "!", "<!--", "    ", ">", ":::"))
-    ]
-    blocks = "\n".join(kept).split("\n\n")
-    found = []
-    for block in blocks:
-        for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", block):
-            plain = re.sub(r"\]\([^)]*\)", "]", " ".join(item.split()))
-            plain = re.sub(r"`[^`]*`", "code", plain)
-            found += [part for part in re.split(r"(?<=[.!?:])[*_]*\s+", plain) if part]
-    return found
-
-
-@pytest.mark.parametrize("page", PROSE, ids=name)
-def test_sentences_are_short(page):
-    assert [s for s in sentences(page.read_text()) if len(s.split()) > LONGEST] == []
