@@ -155,7 +155,7 @@ def plot(
     files: Annotated[list[Path] | None, typer.Argument(help="Results files; default: all that are committed.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Where pictures go; default: docs/pictures.")] = None,
 ) -> None:
-    """Draw the results files: speed beside each peer, roofline, scaling, memory."""
+    """Draw the results files: the speed of each peer beside ours."""
     from benchmarks.claims import plots
 
     mine = files or [file for file in sorted(RESULTS.glob("*.json")) if report.is_results(file)]

@@ -2,7 +2,7 @@
 
 The README has networks, docs/benchmarks.md has single layers; each between the two marks. They come from
 ``h100_clients_networks.json``, ``h200_gpu.json``, ``h200_dtypes_ours.json`` (first gradients), ``h200_network.json``,
-``h200_network_beside_spconv.json``, ``cpu.json``, ``targets.json`` and the peers' rows of every ``h200_*.json``.
+``h200_network_beside_spconv.json``, ``cpu.json`` and ``targets.json``.
 The claims in ``benchmarks/claims/claims.json`` are made in the same pass. Claims about the demonstration are written
 by hand and stay.
 """

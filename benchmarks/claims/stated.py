@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import benchmarks
 from benchmarks.layers import report
-from benchmarks.layers.peers import PEERS
 from sparseconv.bench.report import figure
 
 SIZES = {"k": 1e3, "M": 1e6}
-#: the run that the README's first table is of; the committed results of its card
-VERIFIED, CARDS = "h200_gpu.json", "h200_*.json"
+#: the run that the README's figures of single layers are of
+VERIFIED = "h200_gpu.json"
 #: what makes two rows of results the same layer
 LAYER = ("case", "channels", "dtype", "kernel")
 
@@ -85,20 +82,11 @@ def recorded(claim: dict[str, Any]) -> float | None:
 
 
 def best_other(case: str, channels: int, quantity: str) -> float | None:
-    """The least of the peers' figures: the best other's of targets.json, and those of the committed results."""
+    """The least that a peer took on the targets' GPU: the cell's ``best_other`` in targets.json."""
     name = "map" if quantity in report.MAPS else quantity
     cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and name in cell]
     found = [cell[name]["best_other"] for cell in cells if cell["channels"] == channels or name == "map"]
-    found += [_in_row(row, case, channels, name) for row in _peers_rows(benchmarks.RESULTS)]
-    return min((figure for figure in found if figure is not None), default=None)
-
-
-@functools.lru_cache
-def _peers_rows(folder: Path) -> list[dict[str, Any]]:
-    """What peers took in any of the committed files of the card, however fast its host was."""
-    names = [kind.name for kind in PEERS]
-    rows = [row for file in sorted(folder.glob(CARDS)) if report.is_results(file) for row in rows_of(file.name)]
-    return [row for row in rows if row["implementation"] in names and _is_usual(row, "fp16")]
+    return min(found, default=None)
 
 
 def _spconvs(row: dict[str, Any], quantity: str) -> float | None:

@@ -12,8 +12,6 @@
 | `mmdet3d` | mmdetection3d's `sparse_encoder.py`, `sparse_unet.py`, `sparse_block.py`, `write_spconv2.py` |
 | `softgroup` | SoftGroup's `blocks.py`, `softgroup.py` |
 | `pointcept` | a checkout of Pointcept |
-| `trellis` | a checkout of TRELLIS |
-| `sam3d` | a checkout of sam-3d-objects |
 | none | Pointcept's `spconv_unet_v1m1_base.py` |
 
 Every call is on another of eight rotations of a scan, rows shuffled. Times are medians of CUDA events, in ms; compare

@@ -80,7 +80,7 @@ def main() -> None:
 
         spconv.install()
     elif args.device == "cpu":
-        from benchmarks.cpu import load_spconv
+        from benchmarks.layers.peers import load_spconv
 
         load_spconv()
     constants: Any = importlib.import_module("spconv.constants")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from benchmarks.clients.centerpoint import centerpoint
-from benchmarks.clients.latents import sam3d, sam3d_flow, trellis
 from benchmarks.clients.mmdet3d import mmdet_second, mmdet_unet
 from benchmarks.clients.pcdet import focal, parta2, pillars, second, voxelnext
 from benchmarks.clients.pointcept import oacnns, spunet
@@ -44,9 +43,6 @@ CLIENTS: dict[str, Callable[[Setting], Client]] = {
     "ptv3_m2": partial(transformer, kind="m2"),
     "ptv3_m3": partial(transformer, kind="m3", **M3),
     "litept": partial(transformer, kind="litept"),
-    "trellis": trellis,
-    "sam3d": sam3d,
-    "sam3d_flow": sam3d_flow,
     "second_b8": partial(second, items=8),
     "spunet_b6": partial(spunet, items=6),
 }

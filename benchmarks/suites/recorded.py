@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cpu import load_spconv
+from benchmarks.layers.peers import load_spconv
 from benchmarks.suites.on_a_cpu import rename_devices
 
 

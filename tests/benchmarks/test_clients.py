@@ -18,8 +18,6 @@ from benchmarks.clients.pointcept import _scatter, _voxel_grid
 from benchmarks.clients.scenes import Client, Setting, indoor, lidar, loss_of, tensors
 from benchmarks.clients.standing_in import Registry, conv_layer, module, norm_layer
 from benchmarks.clients.transformers import kept_in_fp64, segment_csr, varlen
-from benchmarks.direct3d import dense, packed
-from sparseconv.interop import torchsparse
 from sparseconv.interop.spconv import pytorch as spconv
 
 
@@ -276,19 +274,3 @@ def test_options_that_do_not_go_together_are_refused(words, said, setting, tmp_p
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path, *words)
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("size", [1, 3, (3, 1, 5)])
-def test_dense_convolutions_stand_in_for_torchsparse(size):
-    coords = torch.unique(torch.randint(0, 6, (80, 4)) % torch.tensor([2, 6, 5, 7]), dim=0).int()
-    layer = torchsparse.nn.Conv3d(4, 5, size, padding=1, bias=True).double()
-    x = torchsparse.SparseTensor(torch.randn(len(coords), 4, dtype=torch.float64), coords)
-    y, wanted = layer(x), dense(layer, x)
-    assert torch.equal(y.C, wanted.C)
-    assert torch.allclose(y.F, wanted.F)
-
-
-def test_attention_of_windows_of_one_size():
-    qkv = torch.randn(2, 5, 3, 4, 8, dtype=torch.float64)
-    ends = torch.tensor([0, 5, 10])
-    assert torch.allclose(packed(qkv).flatten(0, 1), varlen(qkv.flatten(0, 1), ends, 5))

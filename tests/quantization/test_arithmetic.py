@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from sparseconv.backends.registry import backend
 from sparseconv.quantization import convolve
 from tests import oracle
 from tests.fuzz import integers as fuzz
+from tests.quantization.integer_cases import hashes
 
 BACKENDS = ("llvm_implicit_gemm", "numpy_gather_scatter", "triton_implicit_gemm")
 I8, I32 = torch.int8, torch.int32
@@ -178,23 +181,12 @@ def test_who_has_no_integers_says_so():
         line().execute(bytes_of(4, 2), bytes_of(3, 2, 3))
 
 
-@pytest.mark.gpu
-def test_a_card_has_the_same_hashes():
-    import json
-
-    from benchmarks import RESULTS
-    from benchmarks.integer import hashes
-
-    assert dict(hashes(torch.device("cuda"))) == json.loads((RESULTS / "integer_hashes.json").read_text())
+HASHES = json.loads(Path(__file__).with_name("integer_hashes.json").read_text())
 
 
-def test_the_cpus_hashes_are_the_committed_ones():
-    import json
-
-    from benchmarks import RESULTS
-    from benchmarks.integer import hashes
-
-    assert dict(hashes(torch.device("cpu"))) == json.loads((RESULTS / "integer_hashes.json").read_text())
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_integer_layers_have_the_committed_hashes(device):
+    assert dict(hashes(torch.device(device))) == HASHES
 
 
 @pytest.mark.parametrize("name", BACKENDS)

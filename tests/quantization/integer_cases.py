@@ -1,26 +1,13 @@
 """SHA-256 of integer layers of every kind: the same on every device, backend and number of threads.
 
-    python -m benchmarks.integer --against benchmarks/results/integer_hashes.json [--device cuda|cpu]
-        [--backend NAME] [--threads N] [--json FILE] [--time]
-
 A hash is over the voxels and the features of a result, its rows in lexicographic order. Every case runs for its rows as
 they are and shuffled; both must agree. Numbers come from numpy's frozen generator, so that no machine draws others.
-``--backend`` holds every plan to one backend; with TRITON_INTERPRET=1 and ``--backend triton_implicit_gemm`` the GPU's
-kernel runs in Triton's interpreter. ``--against`` exits with 1 where a hash differs. ``--time`` prints milliseconds of
-int8 and of fp32 (on a card also of fp16 and float8) layers instead, the least of several
-runs in turns; on a CPU the time that all threads computed (run it with OMP_WAIT_POLICY=passive).
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import sys
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +15,6 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.backends.float8 import FLOAT8, Float8Rescale
-from sparseconv.backends.registry import backend as backend_named
 from sparseconv.quantization import Rescale, convolve
 from sparseconv.quantization.layers import Affine, Combine, IntegerConvolution, MaxPooling, SumPooling
 
@@ -235,102 +220,3 @@ def hashes(device: torch.device, backend: str = "auto", names: list[str] | None 
         if found[0] != found[1]:
             raise AssertionError(f"{name}: other bytes for shuffled rows")
         yield name, found[0]
-
-
-def timed(device: torch.device, backend: str, seconds: float = 1.5) -> Iterator[str]:
-    """Layers in int8 and in floating point, the least milliseconds of runs in turns."""
-    points = np.random.RandomState(0).rand(30_000 if device.type == "cpu" else 400_000, 3) * [1, 1, 0.1]
-    grid = sc.voxelize(torch.from_numpy(points).float(), 0.012 if device.type == "cpu" else 0.005)[0].to(device)
-    plan = sc.ConvolutionPlan(grid, 3, backend=backend)
-    for c in (16, 32, 64, 128, 256):
-        best = least(timed_calls(plan, c, Numbers(f"time {c}", device, backend)), device, seconds)
-        words = ", ".join(f"{name} {ms:.3f}" for name, ms in best.items())
-        share = best["float32"] / best["int8, x >= 0"]
-        yield f"{len(grid)} voxels, {c} -> {c} channels: {words} ms; fp32 / int8 after a ReLU {share:.2f}"
-
-
-def timed_calls(plan: sc.ConvolutionPlan, c: int, numbers: Numbers) -> dict[str, Callable[[], Any]]:
-    """A convolution, its bias and its ReLU in each dtype."""
-    weight, bias = numbers.draw(-127, 127, 27, c, c), numbers.draw(-999, 999, c, dtype=torch.int32)
-    weight, rescale = weight.mT.contiguous().mT, numbers.rescale(c, 9 * c, slope=0, low=0)
-    x = by_voxel(plan.source, c)
-    positive = x.abs()
-    calls: dict[str, Callable[[], Any]] = {
-        "int8": lambda: convolve(plan, x, weight, bias, rescale=rescale),
-        "int8, x >= 0": lambda: convolve(plan, positive, weight, bias, rescale=rescale),
-    }
-    on_card = plan.device.type == "cuda"
-    for dtype in (torch.float32, *((torch.float16,) if on_card else ())):
-        operands = x.to(dtype), weight.to(dtype).contiguous() / 2**12, bias.to(dtype)
-        calls[str(dtype)[6:]] = partial(plan.execute, *operands, epilogue=sc.pointwise.relu)
-    if on_card:
-        floats = Float8Rescale(torch.full((c,), 2.0**-8, device=plan.device), 0.0, 0.0)
-        wide = x.float(), weight.float()
-        narrow: Any = (*(t.to(FLOAT8) for t in wide), plan.kernel_map, 1, bias.float(), floats)
-        calls["float8"] = partial(backend_named("triton_implicit_gemm").float8, *narrow)
-    return calls
-
-
-def least(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float]:
-    """The least milliseconds of each call, called in turns; on a CPU those that its threads computed, all together.
-
-    So other programs on the machine do not count. Run it with OMP_WAIT_POLICY=passive: threads that wait awake would.
-    """
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    best = dict.fromkeys(calls, float("inf"))
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    end = time.monotonic() + seconds * len(calls)
-    while time.monotonic() < end:
-        for name, call in calls.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = clock()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            best[name] = min(best[name], 1e3 * (clock() - start))
-    return best
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a card, where there is one")
-    parser.add_argument("--backend", default="auto", help="the backend of every plan")
-    parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--json", type=Path, help="write hashes or times here")
-    parser.add_argument("--against", type=Path, help="compare with the hashes in this file")
-    parser.add_argument("--time", action="store_true", help="milliseconds instead of hashes")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if args.time:
-        lines = []
-        for line in timed(device, args.backend):
-            print(line, flush=True)
-            lines.append(line)
-        if args.json:
-            found = {
-                "torch": torch.__version__,
-                "device": str(device),
-                "threads": torch.get_num_threads(),
-                "lines": lines,
-            }
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
-        return 0
-    found = dict(hashes(device, args.backend))
-    print(f"{len(found)} hashes on {device}, backend {args.backend}, {torch.get_num_threads()} threads")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    if args.against is None:
-        return 0
-    want = json.loads(args.against.read_text())
-    other = sorted(name for name in found.keys() | want.keys() if found.get(name) != want.get(name))
-    print("\n".join(["all hashes agree"] if not other else [f"{len(other)} hashes differ:", *other]))
-    return int(bool(other))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
