@@ -1,16 +1,22 @@
-"""Files: what one may ask for before it is believed, readers run apart under limits, and files written whole."""
+"""Files: what one may ask for before it is believed, readers run apart under limits, files written whole, and files in
+folders where others may write.
+
+What a process runs, compiled kernels and generated text, lies in a `private_folder`. What is data alone may lie in a
+folder of several users: `open_plain` follows no link there."""
 
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 #: a file may unfold to this many bytes whatever its size, or to so many times its size
 ALWAYS = 64 << 20
@@ -122,3 +128,78 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         part = Path(folder) / path.name
         yield part
         part.replace(path)
+
+
+#: how `open_plain` opens a file for each of its modes
+FLAGS = {"rb": os.O_RDONLY, "r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
+
+
+def open_plain(path: str | Path, mode: Literal["rb", "r+b", "ab"]) -> BinaryIO:
+    """Open a regular file; mode "ab" makes it where there is none. No link at ``path`` is followed, and nothing that is
+    not a file, such as a pipe, is waited for. A folder above it may be a link.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: a link or something else than a file is there.
+
+    >>> with TemporaryDirectory() as folder:
+    ...     with open_plain(f"{folder}/a.txt", "ab") as file:
+    ...         print(file.write(b"whole"))
+    ...     os.symlink(f"{folder}/a.txt", f"{folder}/b.txt")
+    ...     open_plain(f"{folder}/b.txt", "ab")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: .../b.txt is a link or no regular file, which is not followed: remove it
+    """
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    safe |= getattr(os, "O_BINARY", 0)
+    refused = ValueError(f"{path} is a link or no regular file, which is not followed: remove it")
+    try:
+        handle = os.open(path, FLAGS[mode] | safe, 0o666)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise refused from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise refused
+    return os.fdopen(handle, mode)
+
+
+def private_folder(path: Path) -> bool:
+    """Make a folder, where there is none; whether it is this user's own and nobody else may write to it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and _is_private(found)
+
+
+def read_private(path: Path, most: int) -> bytes | None:
+    """The bytes of a file, of at most ``most``, that is this user's own and that nobody else may write to; else None."""
+    try:
+        with open_plain(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            return file.read() if _is_private(found) and found.st_size <= most else None
+    except (OSError, ValueError):
+        return None
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only this user may read, by an atomic rename, so that no reader meets half of it."""
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # of mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Systems without user numbers have no mode to look at either."""
+    return not hasattr(os, "geteuid") or (found.st_uid == os.geteuid() and not found.st_mode & 0o022)

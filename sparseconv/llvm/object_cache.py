@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from sparseconv.files import private_folder, read_private, write_private
 
 MARK = b"sparseconv object 1\n"
 BOUND = 64 << 20  # bytes of all files; the least recently used go first
@@ -26,12 +26,7 @@ def folder() -> Path | None:
     if not os.path.isabs(root) or not hasattr(os, "geteuid"):
         return None
     path = Path(root) / "llvm"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return path if stat.S_ISDIR(found.st_mode) and _private(found) else None
+    return path if private_folder(path) else None
 
 
 def load(key: str) -> bytes | None:
@@ -40,15 +35,9 @@ def load(key: str) -> bytes | None:
     if place is None:
         return None
     path = place / _name(key)
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+    text = read_private(path, LARGEST)
+    if text is None:
         return None
-    with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not (stat.S_ISREG(found.st_mode) and _private(found) and found.st_size <= LARGEST):
-            return None
-        text = file.read()
     head, digest, payload = text[: len(MARK)], text[len(MARK) : len(MARK) + 32], text[len(MARK) + 32 :]
     if head != MARK or digest != _checksum(key, payload):
         return None
@@ -62,21 +51,9 @@ def store(key: str, payload: bytes) -> None:
     place = folder()
     if place is None or len(payload) > LARGEST - len(MARK) - 32:
         return
-    draft = None
-    try:
-        handle, draft = tempfile.mkstemp(prefix=".draft", dir=place)  # of mode 0600
-        with os.fdopen(handle, "wb") as file:
-            file.write(MARK + _checksum(key, payload) + payload)
-        os.replace(draft, place / _name(key))
+    with suppress(OSError):
+        write_private(place / _name(key), MARK + _checksum(key, payload) + payload)
         _shrink(place)
-    except OSError:
-        if draft is not None:
-            with suppress(OSError):
-                os.unlink(draft)
-
-
-def _private(found: os.stat_result) -> bool:
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _name(key: str) -> str:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -13,16 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from sparseconv.files import check_archive, open_plain, written_whole
 from sparseconv.gpu.digests import digest
 from sparseconv.streaming.ranks import ALONE, Ranks
 
 #: locks of files; Windows has others
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None
+#: a line of finished blocks: phase, block, and a digest of what it left
+DONE = re.compile(r"\d+\.\d+ \w*")
 #: how numbers are written that numpy has no name for
 NUMPY = {torch.bfloat16: np.dtype(np.int16)}
 
@@ -53,6 +57,7 @@ class Store:
     """Arrays in memory, or memory-mapped files in ``folder``; pieces that blocks leave, and which blocks are done.
 
     Several ranks share one folder, which all of them must see: without a name rank 0 makes one that goes with the run.
+    Others may write in it: no link there is followed, and what is damaged is a ValueError.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, ranks: Ranks | None = None) -> None:
@@ -90,7 +95,7 @@ class Store:
     def _hold(self) -> bool:
         if fcntl is None or self.folder is None or self.ranks.rank:
             return False
-        self._lock = (self.folder / "lock.txt").open("w")
+        self._lock = open_plain(self.folder / "lock.txt", "ab")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -114,7 +119,10 @@ class Store:
 
     def _make(self) -> bool:
         assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ValueError(f"resume must be a folder, and {self.folder} is a file: give another name") from None
         return True
 
     def _show(self, token: str) -> bool:
@@ -127,7 +135,7 @@ class Store:
         """Raises ValueError where this is not the folder in which rank 0 wrote the token."""
         assert self.folder is not None
         path = self.folder / "ranks.txt"
-        if not path.exists() or path.read_text() != token:
+        if not os.path.lexists(path) or _read(path) != token.encode():
             raise ValueError(f"{self.folder} is not the folder that rank 0 sees: give resume= one that all ranks see")
         return True
 
@@ -143,9 +151,12 @@ class Store:
         """Whether the folder holds a run of this."""
         assert self.folder is not None
         path = self.folder / "stream.json"
-        if self.ranks.rank or not path.exists():
+        if self.ranks.rank or not os.path.lexists(path):
             return False
-        before, now = json.loads(path.read_text()), json.loads(json.dumps(about))
+        with damaged(path):
+            before, now = json.loads(_read(path)), json.loads(json.dumps(about))
+            if not isinstance(before, dict):
+                raise ValueError("it describes no run")
         differing = [name for name in sorted(now) if before.get(name) != now[name]]
         if differing:
             raise ValueError(
@@ -158,10 +169,15 @@ class Store:
         """Which blocks are done, by what every rank of any earlier run wrote, without half a line at an end."""
         assert self.folder is not None
         for log in sorted(self.folder.glob("done*.txt")):
-            lines = log.read_text().split("\n")[:-1]
-            self._done.update((task, found) for task, _, found in (line.partition(" ") for line in lines))
+            with damaged(log):
+                whole = _read(log).rpartition(b"\n")[0]
+                for line in whole.decode("ascii").splitlines():
+                    if not DONE.fullmatch(line):
+                        raise ValueError(f"{line[:40]!r} names no finished block")
+                    task, _, found = line.partition(" ")
+                    self._done[task] = found
             if log == self._log:
-                _written(log, "".join(f"{line}\n" for line in lines).encode())
+                _written(log, whole + b"\n" if whole else b"")
         return self._done
 
     @property
@@ -185,20 +201,21 @@ class Store:
         if self.folder is None or 0 in shape:
             return in_memory(shape, dtype)
         path, kind = self.folder / f"{name}.npy", kind_of(dtype)
-        if makes and not path.exists():
+        if makes and not os.path.lexists(path):
             size, free = kind.itemsize * math.prod(shape), shutil.disk_usage(self.folder).free
             if size > free:  # a mapped page without room would end the process
                 raise OSError(errno.ENOSPC, f"{size} bytes are needed and {free} are free", str(path))
-            np.lib.format.open_memmap(path.with_suffix(".new"), "w+", kind, tuple(shape))
-            os.replace(path.with_suffix(".new"), path)
-        return torch.from_numpy(np.lib.format.open_memmap(path, "r+")).view(dtype)
+            with written_whole(path) as part:
+                np.lib.format.open_memmap(part, "w+", kind, tuple(shape))
+        return torch.from_numpy(_mapped(path, "r+", kind, tuple(shape))).view(dtype)
 
     def kept(self, array: torch.Tensor) -> torch.Tensor:
         """A shared array as a result: of several ranks, each may write into it without the others' seeing that."""
         name = self._names.get(array.data_ptr())
         if self.ranks.size == 1 or self.folder is None or name is None or not array.numel():
             return array
-        return torch.from_numpy(np.lib.format.open_memmap(self.folder / f"{name}.npy", "c")).view(array.dtype)
+        path, kind = self.folder / f"{name}.npy", kind_of(array.dtype)
+        return torch.from_numpy(_mapped(path, "c", kind, tuple(array.shape))).view(array.dtype)
 
     def is_done(self, task: str) -> bool:
         return task in self._done
@@ -208,15 +225,19 @@ class Store:
         found = ""
         if self.folder is not None:
             found = "" if self._is_made else left()
-            with self._log.open("a") as log:
-                log.write(f"{task} {found}\n")
+            with open_plain(self._log, "ab") as log:
+                log.write(f"{task} {found}\n".encode())
         self._done[task] = found
 
     def check(self, phase: int, left: Callable[[int], str]) -> None:
         """Raise ValueError where rows are not those that the finished blocks of a phase have left."""
         for task, found in self._done.items():
             number, at = map(int, task.split("."))
-            if number == phase and found and left(at) != found:
+            if number != phase or not found:
+                continue
+            with damaged(self._log):
+                now = left(at)
+            if now != found:
                 raise ValueError(
                     f"the rows that finished blocks left are not there any more: {self.folder} goes on with the same "
                     "out as before, opened by mode 'r+', which empties no file. Or begin with a new folder"
@@ -227,16 +248,18 @@ class Store:
         if self.folder is None:
             self._pieces[name] = piece
             return
-        path = self.folder / f"{name}.pt"
-        torch.save(piece, path.with_suffix(".new"))
-        os.replace(path.with_suffix(".new"), path)
+        with written_whole(self.folder / f"{name}.pt") as part:
+            torch.save(piece, part)
 
     def get(self, name: str) -> Any:
-        """What was kept; None for nothing."""
+        """What was kept; None for nothing, in memory."""
         if self.folder is None:
             return self._pieces.get(name)
         path = self.folder / f"{name}.pt"
-        return torch.load(path, weights_only=True) if path.exists() else None
+        with damaged(path), open_plain(path, "rb") as file:
+            check_archive(file, os.fstat(file.fileno()).st_size)
+            file.seek(0)
+            return torch.load(file, weights_only=True)
 
 
 def kind_of(dtype: torch.dtype) -> np.dtype:
@@ -249,7 +272,36 @@ def in_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.empty(tuple(shape), kind_of(dtype))).view(dtype)
 
 
+@contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """What is read of a file is none of what a run writes there: say so."""
+    try:
+        yield
+    except Exception as error:  # readers of damaged files raise anything
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{path} cannot be gone on from: {error}. Give resume= a new folder") from error
+
+
+def _mapped(path: Path, mode: Literal["r+", "c"], kind: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array in a file of numpy's, which must be of this kind and shape and as long as it says."""
+    with damaged(path), open_plain(path, "r+b") as file:
+        version = np.lib.format.read_magic(file)
+        found, is_transposed, numbers = np.lib.format.read_array_header_1_0(file)
+        size = file.tell() + kind.itemsize * math.prod(shape)
+        if (version, found, is_transposed, numbers) != ((1, 0), shape, False, kind):
+            raise ValueError(f"an array {shape} of {kind} should lie there; it is {found} of {numbers}")
+        if os.fstat(file.fileno()).st_size != size:
+            raise ValueError(f"it should have {size} bytes and has {os.fstat(file.fileno()).st_size}")
+        return np.memmap(file, kind, mode, file.tell(), shape)
+
+
+def _read(path: Path) -> bytes:
+    with open_plain(path, "rb") as file:
+        return file.read()
+
+
 def _written(path: Path, data: bytes) -> None:
     """A file that is there as a whole or not at all."""
-    path.with_suffix(".new").write_bytes(data)
-    os.replace(path.with_suffix(".new"), path)
+    with written_whole(path) as part:
+        part.write_bytes(data)

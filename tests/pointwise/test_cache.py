@@ -58,6 +58,26 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path):
     assert cache.load(path, "y = 3\n", {}).y == 3
 
 
+def test_a_folder_or_a_file_that_others_may_write_is_not_used(tmp_path):
+    text, own = "w = 4\n", tmp_path / "own"
+    path = cache.store("f", text, own)
+    path.chmod(0o666)
+    assert cache.store("f", text, own) == path
+    assert not path.stat().st_mode & 0o077  # written anew
+    victim = tmp_path / "victim.py"
+    victim.write_text(text)
+    path.unlink()
+    path.symlink_to(victim)
+    assert cache.store("f", text, own) == path
+    assert not path.is_symlink()
+    own.chmod(0o777)
+    elsewhere = cache.store("f", text, own)
+    assert elsewhere.parent != own
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert cache.store("f", text, tmp_path / "link").parent == elsewhere.parent
+    assert elsewhere.read_text() == text
+
+
 def test_a_process_without_a_home_has_a_private_folder(monkeypatch):
     for name in ("SPARSECONV_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

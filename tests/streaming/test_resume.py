@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,8 +246,106 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch):
         assert torch.equal(sc.stream(net, x, 10**9, resume=tmp_path).features, net(x).features)
 
 
+def files_of_a_run(net, x, folder) -> list[str]:
+    """Names of the files of a run that was stopped, one a kind."""
+
+    def progress(done: int, total: int) -> None:
+        if list(folder.glob("total.*")):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        sc.stream(net, x, 10**9, resume=folder, progress=progress)
+    kinds = {name.split(".")[0]: name for name in sorted(path.name for path in folder.iterdir())}
+    assert {"stream", "done", "rows", "order", "piece", "total", "lock"} <= set(kinds)
+    return sorted(kinds.values())
+
+
+@torch.no_grad()
+def test_links_in_the_folder_are_not_followed(tmp_path, monkeypatch):
+    net, x = NETWORKS["several"]().eval(), scene()
+    forced(monkeypatch, 1, 30)
+    victim, seen = tmp_path / "victim", tmp_path / "seen"
+    for name in files_of_a_run(net, x, seen):
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        victim.write_bytes(b"precious")
+        (folder / name).symlink_to(victim)
+        if name.endswith(".pt"):  # it is written anew, and takes the link's place
+            sc.stream(net, x, 10**9, resume=folder)
+        else:
+            with pytest.raises(ValueError, match=f"{name} is a link or no regular file"):
+                sc.stream(net, x, 10**9, resume=folder)
+        assert victim.read_bytes() == b"precious", name
+        if name.endswith(".pt"):
+            continue
+        (folder / name).unlink()
+        (folder / name).symlink_to(tmp_path / "nothing")
+        with pytest.raises(ValueError, match="is a link or no regular file"):
+            sc.stream(net, x, 10**9, resume=folder)
+        assert not (tmp_path / "nothing").exists(), name
+        (folder / name).unlink()
+        os.mkfifo(folder / name)  # nobody writes into it: reading it would wait for ever
+        with pytest.raises((ValueError, OSError)):
+            sc.stream(net, x, 10**9, resume=folder)
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: b"",
+        lambda data: bytes(b ^ 255 for b in data),
+        lambda data: flipped(data, len(data) // 2 if data[:2] == b"PK" else 20),
+    ],
+    ids=["half", "nothing", "noise", "one byte"],
+)
+def test_damaged_files_of_a_folder_are_named(damage, tmp_path, monkeypatch):
+    net, x = NETWORKS["several"]().eval(), scene()
+    forced(monkeypatch, 1, 30)
+    want = sc.stream(net, x, 10**9)
+    for name in files_of_a_run(net, x, tmp_path / "seen"):
+        if name.startswith("lock"):
+            continue
+        folder = tmp_path / f"of {name}"
+        shutil.copytree(tmp_path / "seen", folder)
+        (folder / name).write_bytes(damage((folder / name).read_bytes()))
+        try:
+            got = sc.stream(net, x, 10**9, resume=folder)
+        except ValueError as error:
+            assert name in str(error) or "not there any more" in str(error)
+            assert "new folder" in str(error)
+        else:  # lines that were cut off are computed again
+            assert name == "done.txt"
+            assert torch.equal(got["fine"].features, want["fine"].features)
+
+
+@torch.no_grad()
+def test_a_folder_of_files_that_are_missing_or_describe_nothing(tmp_path, monkeypatch):
+    net, x = NETWORKS["several"]().eval(), scene()
+    forced(monkeypatch, 1, 30)
+    files_of_a_run(net, x, tmp_path)
+    piece = next(tmp_path.glob("total.*"))
+    kept = piece.read_bytes()
+    piece.unlink()
+    with pytest.raises(ValueError, match=f"{piece.name} cannot be gone on from"):
+        sc.stream(net, x, 10**9, resume=tmp_path)
+    piece.write_bytes(kept)
+    for name, text in (("done.txt", "0.99999 abc\n"), ("done.txt", "nonsense\n"), ("stream.json", "[]")):
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=f"{name} cannot be gone on from"):
+            sc.stream(net, x, 10**9, resume=tmp_path)
+        (tmp_path / name).write_bytes(kept)
+    with pytest.raises(ValueError, match="resume must be a folder"):
+        sc.stream(net, x, 10**9, resume=tmp_path / "stream.json")
+
+
 def test_a_disk_without_room_is_an_error(tmp_path, monkeypatch):
-    import shutil
     from types import SimpleNamespace
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))

@@ -7,9 +7,12 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from sparseconv.files import private_folder, read_private, write_private
 
 
 def cache_folder() -> Path:
@@ -31,13 +34,16 @@ def store(stem: str, text: str, folder: Path | None = None) -> Path:
     """Write ``text`` to a file named after its own content, unless it is there; safe among processes and threads.
 
     The name holds a hash of the whole text, hence of everything that the text depends on. The file appears by an atomic
-    rename, so no reader meets half of it. Where the folder cannot be written a private temporary folder serves.
+    rename, so no reader meets half of it. Triton compiles what lies there, so the folder is the user's own and nobody
+    else may write to it; where it is not, or cannot be written, a private temporary folder serves.
     """
-    name = f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
-    try:
-        return _write(folder or cache_folder(), name, text)
-    except OSError:
-        return _write(_private_folder(), name, text)
+    data = text.encode()
+    name = f"{stem}_{hashlib.sha256(data).hexdigest()[:20]}.py"
+    place = folder or cache_folder()
+    if private_folder(place):
+        with suppress(OSError):
+            return _write(place / name, data)
+    return _write(_private_folder() / name, data)
 
 
 @functools.cache
@@ -45,22 +51,9 @@ def _private_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="sparseconv_pointwise_"))
 
 
-def _write(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    try:
-        if path.read_text(encoding="utf-8") == text:
-            return path
-    except (FileNotFoundError, UnicodeDecodeError):
-        pass
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+def _write(path: Path, data: bytes) -> Path:
+    if read_private(path, len(data)) != data:
+        write_private(path, data)
     return path
 
 
