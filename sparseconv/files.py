@@ -178,7 +178,7 @@ def private_folder(path: Path) -> bool:
 
 
 def read_private(path: Path, most: int) -> bytes | None:
-    """The bytes of a file, of at most ``most``, that is this user's own and that nobody else may write to; else None."""
+    """The at most ``most`` bytes of a file that is this user's own and that nobody else may write to; else None."""
     try:
         with open_plain(path, "rb") as file:
             found = os.fstat(file.fileno())

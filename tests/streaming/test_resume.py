@@ -313,15 +313,14 @@ def test_damaged_files_of_a_folder_are_named(damage, tmp_path, monkeypatch):
             continue
         folder = tmp_path / f"of {name}"
         shutil.copytree(tmp_path / "seen", folder)
-        (folder / name).write_bytes(damage((folder / name).read_bytes()))
-        try:
+        kept = (folder / name).read_bytes()
+        (folder / name).write_bytes(damage(kept))
+        if name == "done.txt" and kept.startswith(damage(kept)):  # what is finished and not named is computed again
             got = sc.stream(net, x, 10**9, resume=folder)
-        except ValueError as error:
-            assert name in str(error) or "not there any more" in str(error)
-            assert "new folder" in str(error)
-        else:  # lines that were cut off are computed again
-            assert name == "done.txt"
             assert torch.equal(got["fine"].features, want["fine"].features)
+            continue
+        with pytest.raises(ValueError, match=f"({name}|not there any more).*new folder"):
+            sc.stream(net, x, 10**9, resume=folder)
 
 
 @torch.no_grad()
