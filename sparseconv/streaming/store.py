@@ -170,14 +170,14 @@ class Store:
         assert self.folder is not None
         for log in sorted(self.folder.glob("done*.txt")):
             with damaged(log):
-                whole = _read(log).rpartition(b"\n")[0]
-                for line in whole.decode("ascii").splitlines():
+                lines = _read(log).decode("ascii").split("\n")[:-1]
+                for line in lines:
                     if not DONE.fullmatch(line):
                         raise ValueError(f"{line[:40]!r} names no finished block")
                     task, _, found = line.partition(" ")
                     self._done[task] = found
             if log == self._log:
-                _written(log, whole + b"\n" if whole else b"")
+                _written(log, "".join(f"{line}\n" for line in lines).encode())
         return self._done
 
     @property
