@@ -1,4 +1,4 @@
-"""A sharded scene on disk: one piece a rank, through torch.distributed.checkpoint, read back by any number of ranks."""
+"""A sharded scene on disk: a safetensors file for each rank and an index in JSON, read back by any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparseconv.distributed.agreement import agreed, why
 from sparseconv.distributed.grid import ShardedGrid, check_rows, group_of, shard
-from sparseconv.distributed.metadata import read_metadata, read_tensor
 from sparseconv.distributed.partition import Order
+from sparseconv.files import BLOCK, written_whole
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.gpu.digests import bytes_of
 from sparseconv.kinds import check_kind
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
 
-#: 2 has a checksum of each piece; 1 had none, and is read without
-FORMAT, READ = 2, (1, 2)
-ABOUT = "sparseconv.scene"
+FORMAT = "sparseconv.scene 3"
+INDEX, PIECE = "scene.json", "piece_{}.safetensors"
 
 
 def save(path: str | PathLike[str], grid: ShardedGrid, features: Shaped[torch.Tensor, "N C"] | None = None) -> None:
@@ -42,38 +39,53 @@ def save(path: str | PathLike[str], grid: ShardedGrid, features: Shaped[torch.Te
     >>> with TemporaryDirectory() as folder:
     ...     save(folder, shard(torch.tensor([[0, 7], [0, 3]])), torch.tensor([[3.0], [7.0]]))
     ...     sorted(path.name for path in Path(folder).iterdir())
-    ['.metadata', '__0_0.distcp']
+    ['piece_0.safetensors', 'scene.json']
     >>> dist.destroy_process_group()
     """
     check_kind("grid", grid, ShardedGrid, "shard(grid) makes one")
-    rank, world = grid.process_rank, len(grid.counts)
 
     def checked() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         check_kind("path", path, (str, PathLike), "pass the name of a folder")
-        mine = {f"coords.{rank}": grid.coords}
+        mine = {"coords": grid.coords}
         if features is None:
             return mine, {"features": None}
         check_rows("features", features, len(grid))
         values = features.detach().resolve_conj().resolve_neg()
-        return {**mine, f"features.{rank}": values}, {"features": (features.shape[1], features.dtype)}
+        mine["features"] = torch.view_as_real(values) if values.is_complex() else values
+        return mine, {"features": _kind_of(values)}
 
-    state: dict[str, Any] = agreed(checked, grid.group)
-    sums: list[Any] = [None] * world
-    dist.all_gather_object(sums, {name: checksum(tensor) for name, tensor in state.items()}, group=grid.group)
-    about = {
-        "format": FORMAT,
-        "world": world,
-        "batch_size": grid.batch_size,
-        "voxel_size": grid.voxel_size,
-        "origin": grid.origin,
-        "is_placed": grid.is_placed,
-        "counts": grid.counts,
-        "sha256": {name: value for one in sums for name, value in one.items()},
-    }
-    state[ABOUT] = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
+    tensors = agreed(checked, grid.group)
+    kind = None if features is None else _kind_of(features)
+
+    def write_piece() -> tuple[tuple[str, str], dict[str, Any]]:
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / PIECE.format(grid.process_rank)
+        with written_whole(file) as part:
+            safetensors.torch.save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, str(part))
+            return (file.name, checksum(part)), {}
+
+    def write_index() -> tuple[None, dict[str, Any]]:
+        if grid.process_rank == 0:
+            with written_whole(Path(path) / INDEX) as part:
+                part.write_text(json.dumps(about, indent=1) + "\n")
+        return None, {}
+
     try:
-        dcp.save(state, checkpoint_id=path, process_group=grid.group)
-    except CheckpointException as error:  # no Exception by its kind; torch raises it on all ranks
+        sums: list[Any] = [None] * len(grid.counts)
+        dist.all_gather_object(sums, agreed(write_piece, grid.group), group=grid.group)
+        about = {
+            "format": FORMAT,
+            "batch_size": grid.batch_size,
+            "voxel_size": grid.voxel_size,
+            "origin": grid.origin,
+            "is_placed": grid.is_placed,
+            "counts": grid.counts,
+            "features": kind,
+            "sha256": dict(sums),
+        }
+        agreed(write_index, grid.group)
+    except ValueError as error:
         raise ValueError(f"{path} cannot be written: {why(error)}") from error
 
 
@@ -106,10 +118,9 @@ def load(
         check_kind("path", path, (str, PathLike), "pass the name of a folder")
         about, coords, features = _read(Path(path), rank, world)
         grid = VoxelGrid(coords.to(device), about["batch_size"], about["voxel_size"], about["origin"])
-        grid.is_placed = bool(about.get("is_placed", True))
+        grid.is_placed = about["is_placed"]
         features = None if features is None else features.to(device)
-        kind = None if features is None else (features.shape[1], features.dtype)
-        return (grid, features, sum(about["counts"])), {"what the folder says": about, "its features": kind}
+        return (grid, features, sum(about["counts"])), {"what the folder says": about}
 
     try:
         grid, features, total = agreed(read, group)
@@ -121,72 +132,79 @@ def load(
     return sharded, None if features is None else sharded.bring(features)
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's numbers, in the order of its rows."""
-    return hashlib.sha256(bytes_of(tensor.cpu()).numpy().data).hexdigest()
+def checksum(file: Path) -> str:
+    """SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while block := content.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _kind_of(features: torch.Tensor) -> tuple[int, str]:
+    return features.shape[1], str(features.dtype).removeprefix("torch.")
 
 
 def _read(path: Path, rank: int, world: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor | None]:
     """The pieces rank, rank + world, ... of a saved scene, checked."""
-    index = read_metadata(path)
-    words = read_tensor(path, index, ABOUT)
-    if words is None:
-        raise ValueError(f"this is no sharded scene: it holds {sorted(map(str, index.state_dict_metadata))[:5]}")
-    about = _checked(json.loads(bytes(words.tolist())))
-    lost = [name for name in about.get("sha256", ()) if name not in index.state_dict_metadata]
-    if lost:
-        raise ValueError(f"{lost[0]} was saved and is missing")
+    if not (path / INDEX).is_file():
+        raise ValueError(f"there is no {INDEX} in {path}: nothing was saved there, or saving was cut short")
+    about = _checked((path / INDEX).read_bytes())
     width = 1 + len(about["voxel_size"])
-    coords, features = [torch.zeros(0, width, dtype=torch.int32)], []
-    entries = index.state_dict_metadata.items()
-    kind: Any = next((entry for name, entry in entries if str(name).startswith("features.")), None)
-    for piece in range(rank, about["world"], world):
-        where = _piece(path, index, about, f"coords.{piece}")
-        if where.shape != (about["counts"][piece], width) or where.dtype != torch.int32:
-            raise ValueError(
-                f"piece {piece} has {where.dtype} coords {tuple(where.shape)}, but {about['counts'][piece]} voxels "
-                "were saved"
-            )
-        coords.append(where)
-        if kind is not None:
-            values = _piece(path, index, about, f"features.{piece}")
-            if values.ndim != 2 or values.shape[0] != len(where):
-                raise ValueError(f"piece {piece} has features {tuple(values.shape)} of {len(where)} voxels")
-            features.append(values)
-    if kind is None:
-        return about, torch.cat(coords), None
-    empty = torch.empty(0, kind.size[1], dtype=kind.properties.dtype)
-    if any((f.shape[1], f.dtype) != (empty.shape[1], empty.dtype) for f in features):
-        raise ValueError("its pieces have features of several widths or dtypes")
-    return about, torch.cat(coords), torch.cat([empty, *features])
+    coords = [torch.empty(0, width, dtype=torch.int32)]
+    features = None if about["features"] is None else [torch.empty(0, about["features"][0], dtype=about["dtype"])]
+    for piece in range(rank, len(about["counts"]), world):
+        file = path / PIECE.format(piece)
+        if not file.is_file():
+            raise ValueError(f"{file.name} is missing")
+        if checksum(file) != about["sha256"].get(file.name):
+            raise ValueError(f"{file.name} is not what was saved: its checksum differs")
+        found = safetensors.torch.load_file(str(file))
+        kinds = {name: (t.dtype, tuple(t.shape)) for name, t in found.items()}
+        count = about["counts"][piece]
+        wanted = {"coords": (torch.int32, (count, width))}
+        if features is not None:
+            pair = (2,) if about["dtype"].is_complex else ()
+            wanted["features"] = (about["dtype"].to_real(), (count, about["features"][0], *pair))
+        if kinds != wanted:
+            raise ValueError(f"{file.name} holds {kinds}, and {INDEX} says {wanted}")
+        coords.append(found["coords"])
+        if features is not None:
+            values = found["features"]
+            features.append(torch.view_as_complex(values) if about["dtype"].is_complex else values)
+    return about, torch.cat(coords), None if features is None else torch.cat(features)
 
 
-def _piece(path: Path, index: Any, about: dict[str, Any], name: str) -> torch.Tensor:
-    found = read_tensor(path, index, name)
-    if found is None:
-        raise ValueError(f"{name} of {about['world']} pieces is missing")
-    if about["format"] > 1 and about["sha256"].get(name) != checksum(found):
-        raise ValueError(f"{name} is not what was saved: its checksum differs")
-    return found
-
-
-def _checked(about: Any) -> dict[str, Any]:
-    """What a scene says of itself, of the kinds that it should be."""
-    if not isinstance(about, dict) or about.get("format") not in READ:
+def _checked(text: bytes) -> dict[str, Any]:
+    """What an index says, of the kinds that it should be, with the features' dtype as torch's; a ValueError else."""
+    about: Any = json.loads(text)
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
         said = about.get("format") if isinstance(about, dict) else type(about).__name__
-        raise ValueError(f"format {said!r} is not among {READ}, which this version reads")
-    numbers = {"world": [about.get("world")], "batch_size": [about.get("batch_size")], "counts": about.get("counts")}
-    for name, values in numbers.items():
-        if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
-            raise ValueError(f"{name} is {str(about.get(name))[:80]}")
-    if len(about["counts"]) != about["world"] or not about["world"]:
-        raise ValueError(f"it has counts of {len(about['counts'])} pieces, and {about['world']} pieces")
-    for name in ("voxel_size", "origin"):
-        values = about.get(name)
-        if not isinstance(values, list) or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
-            raise ValueError(f"{name} is {str(values)[:80]}")
-    if not 1 <= len(about["voxel_size"]) <= 4 or len(about["origin"]) != len(about["voxel_size"]):
-        raise ValueError(f"voxel_size {about['voxel_size']} and origin {about['origin']} fit no grid")
-    if about["format"] > 1 and not isinstance(about.get("sha256"), dict):
-        raise ValueError("it has no checksums")
-    return about
+        raise ValueError(f"format {said!r} is not {FORMAT!r}, which this version reads")
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and value >= 0
+
+    def axes(name: str) -> int:
+        value = about.get(name)
+        if not isinstance(value, list) or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in value):
+            return 0
+        return len(value)
+
+    counts, features = about.get("counts"), about.get("features")
+    dtype: Any = None if features is None else torch.float32
+    if isinstance(features, list) and len(features) == 2 and is_count(features[0]) and isinstance(features[1], str):
+        dtype = getattr(torch, features[1], None)
+    fits = {
+        "batch_size": is_count(about.get("batch_size")),
+        "counts": isinstance(counts, list) and bool(counts) and all(map(is_count, counts)),
+        "voxel_size": 1 <= axes("voxel_size") <= 4,
+        "origin": axes("origin") == axes("voxel_size"),
+        "is_placed": isinstance(about.get("is_placed"), bool),
+        "features": features is None or (isinstance(features, list) and isinstance(dtype, torch.dtype)),
+        "sha256": isinstance(about.get("sha256"), dict),
+    }
+    for name, holds in fits.items():
+        if not holds:
+            raise ValueError(f"{name} of {INDEX} is {str(about.get(name))[:80]}")
+    return {**about, "dtype": dtype}

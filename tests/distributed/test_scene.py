@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
-import pickle
 import random
 import signal
 import threading
@@ -18,7 +18,6 @@ import torch.distributed as dist
 import sparseconv as sc
 from sparseconv.distributed import ShardedConvolutionPlan, load, save, shard
 from sparseconv.distributed.agreement import agreed
-from sparseconv.distributed.metadata import read_metadata, read_tensor
 from tests import ranks
 from tests.ranks import on_ranks
 
@@ -113,7 +112,7 @@ def test_files_are_read_by_any_number_of_ranks_and_torn_ones_refused(tmp_path):
         results = on_ranks(world, read, folder)
         assert sum(n for n, _, _ in results) == total
         assert all(equal and batch == 3 for _, equal, batch in results)
-    piece = next(Path(folder).glob("__1_*.distcp"))
+    piece = Path(folder) / "piece_1.safetensors"
     whole = piece.read_bytes()
     piece.write_bytes(whole[:100])
     (tmp_path / "nothing").mkdir()
@@ -122,92 +121,85 @@ def test_files_are_read_by_any_number_of_ranks_and_torn_ones_refused(tmp_path):
         assert all("cannot be loaded" in line for line in said)
 
 
-class Trap:
-    """What runs ``open(path, "w")`` where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
-def test_a_distributed_checkpoint_runs_no_code(tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
-    with pytest.raises(ValueError, match=r"io\.open, which is no part of an index and is not run"):
-        read_metadata(tmp_path)
-    assert not (tmp_path / "ran").exists()
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02K\x01r\xff\xff\xff\x3f.")  # memory of 8 GiB for one number
-    with pytest.raises(ValueError, match="numbers an object"):
-        read_metadata(tmp_path)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"state": 1}))
-    with pytest.raises(ValueError, match="holds a dict"):
-        read_metadata(tmp_path)
-
-
 def index_with(folder: Path, **changed) -> None:
-    """Write the index of a scene anew, with other values in the place of its second piece's coords."""
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    (key,) = [key for key in index.storage_data if key.fqn == "coords.1"]
-    for name, value in changed.items():
-        object.__setattr__(index.storage_data[key], name, value)
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    index = json.loads((folder / "scene.json").read_text())
+    (folder / "scene.json").write_text(json.dumps(index | changed))
 
 
-def test_an_index_leads_nowhere_else(tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"format": 9}, "format 9 is not"),
+        ({"batch_size": -1}, "batch_size of scene.json is -1"),
+        ({"counts": [3, "many"]}, "counts of scene.json"),
+        ({"counts": []}, "counts of scene.json"),
+        ({"counts": [1, 1]}, "piece_0.safetensors holds"),
+        ({"voxel_size": [float("nan")] * 3}, "voxel_size of scene.json"),
+        ({"origin": [0.0]}, "origin of scene.json"),
+        ({"features": [1, "load"]}, "features of scene.json"),
+        ({"features": [1 << 40, "float64"]}, "piece_0.safetensors holds"),
+        ({"features": [1, "float32"]}, "piece_0.safetensors holds"),
+        ({"features": None}, "piece_0.safetensors holds"),
+        ({"sha256": {}}, "piece_0.safetensors is not what was saved"),
+        ({"sha256": []}, "sha256 of scene.json"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path, changed, words):
     folder = tmp_path / "scene"
-    on_ranks(2, write_then_read, str(folder))
-    assert read_tensor(folder, read_metadata(folder), "coords.1").shape[1] == 4
-    assert read_tensor(folder, read_metadata(folder), "coords.7") is None
-    (tmp_path / "other").write_bytes(b"")
-    for changed, words in (
-        ({"relative_path": "../other"}, "no file of a scene"),
-        ({"relative_path": "/etc/passwd"}, "no file of a scene"),
-        ({"relative_path": "other"}, "no file other"),
-        ({"relative_path": "__1_0.distcp", "length": 1 << 40}, "ends at byte"),
-        ({"length": 40}, "is torn"),
-    ):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        write_then_read(str(folder))
         index_with(folder, **changed)
-        with pytest.raises(ValueError, match=words):
-            read_tensor(folder, read_metadata(folder), "coords.1")
+        with pytest.raises(ValueError, match=f"cannot be loaded: .*{words}"):
+            load(folder)
+        (folder / "scene.json").write_bytes(b"\xff{")
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            load(folder)
+        (folder / "scene.json").unlink()
+        with pytest.raises(ValueError, match="saving was cut short"):
+            load(folder)
+    finally:
+        dist.destroy_process_group()
 
 
-def flips(folder: str) -> list[str]:
+def changed_pieces(folder: str) -> list[str]:
     """What a load says of a scene after a bit of a piece was turned, and after two pieces became one and the same."""
     said = []
     path = Path(folder)
-    piece = next(path.glob("__1_*.distcp"))
+    piece = path / "piece_1.safetensors"
     whole = piece.read_bytes()
-    for at in (len(whole) // 5, len(whole) // 2, len(whole) - 700):
+    changes = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (3, len(whole) // 2, len(whole) - 1)]
+    changes += [whole[:100], b"", (path / "piece_0.safetensors").read_bytes()]
+    dist.barrier()
+    for change in changes:
         if dist.get_rank() == 0:
-            piece.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            piece.write_bytes(change)
         dist.barrier()
-        try:
-            grid, features = load(folder)
-            rows = scene()[0].lookup(grid.coords)
-            said.append("equal" if torch.equal(scene()[1][rows], features) else "DIFFERS")
-        except ValueError as error:
-            said.append(str(error))
+        said += refused(folder)
         dist.barrier()
     if dist.get_rank() == 0:
-        piece.write_bytes(whole)
-        index = pickle.loads((path / ".metadata").read_bytes())
-        places = {key.fqn: key for key in index.storage_data}
-        for name in ("coords", "features"):
-            index.storage_data[places[f"{name}.1"]] = index.storage_data[places[f"{name}.0"]]
-        (path / ".metadata").write_bytes(pickle.dumps(index))
+        piece.unlink()
     dist.barrier()
-    return [*said, *refused(folder)]
+    return said + refused(folder)
 
 
 def test_a_changed_piece_is_an_error_on_every_rank(tmp_path):
     folder = str(tmp_path / "scene")
     on_ranks(2, write_then_read, folder)
-    results = on_ranks(2, flips, folder)
+    results = on_ranks(2, changed_pieces, folder)
     assert results[0] == results[1]
-    assert all("cannot be loaded" in line or line == "equal" for line in results[0])
-    assert "coords.1 is not what was saved: its checksum differs" in results[0][-1]
-    assert any("torn" in line or "checksum" in line for line in results[0][:3])
+    assert all("piece_1.safetensors is not what was saved: its checksum differs" in line for line in results[0][:-1])
+    assert "piece_1.safetensors is missing" in results[0][-1]
+
+
+def test_a_piece_twice_is_an_error(tmp_path):
+    folder = tmp_path / "scene"
+    on_ranks(2, write_then_read, str(folder))
+    index = json.loads((folder / "scene.json").read_text())
+    (folder / "piece_1.safetensors").write_bytes((folder / "piece_0.safetensors").read_bytes())
+    sums = dict.fromkeys(index["sha256"], index["sha256"]["piece_0.safetensors"])
+    index_with(folder, counts=[index["counts"][0]] * 2, sha256=sums)
+    assert all("voxels lie in two pieces" in line for said in on_ranks(2, refused, str(folder)) for line in said)
 
 
 class Silent(Exception):
@@ -385,7 +377,15 @@ def test_without_a_process_group_the_error_says_what_to_start():
 
 #: dtypes that features may have, with numbers that all of them hold
 DTYPES = [
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64),
+    *(
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.complex64,
+        torch.complex128,
+    ),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 ]
 
