@@ -141,7 +141,8 @@ class IndexProjection:
 
     def taps(self) -> Int64[torch.Tensor, "K D_out"]:
         """The same `points` as a tensor (K, D_out) int64."""
-        return torch.tensor(self.points(), dtype=torch.int64).reshape(-1, self.rank_out)
+        points = self.points()
+        return torch.tensor(points, dtype=torch.int64).reshape(len(points), self.rank_out)
 
     def __call__(self, points: Integer[torch.Tensor, "*M D_in"]) -> Int64[torch.Tensor, "*M D_out"]:
         """Points (..., D_in) of any integer dtype -> the starts of their regions (..., D_out) int64."""
@@ -151,11 +152,12 @@ class IndexProjection:
         if points.shape[-1] != self.rank_in:
             raise ValueError(f"points must have {self.rank_in} columns; got shape {tuple(points.shape)}")
         points = points.long()
+        zero = points.new_zeros(points.shape[:-1])
         axes = [
-            sum((a * points[..., j] for j, a in enumerate(row) if a), torch.zeros_like(points[..., 0]) + b)
+            sum((a * points[..., j] for j, a in enumerate(row) if a), zero + b)
             for row, b in zip(self.matrix, self.offset)
         ]
-        return torch.stack(axes, -1)
+        return torch.stack(axes, -1) if axes else zero[..., None].expand(*zero.shape, 0)
 
     def anchor(self, name: str, points: Integer[torch.Tensor, "*M D_in"]) -> Int64[torch.Tensor, "*M D_out"]:
         """Where the named point of the regions of ``points`` lies, (..., D_out) int64."""

@@ -1,6 +1,7 @@
 """Sparse scale and the seven sparse products: gather, multiply, sum in segments; differentiable to any order."""
 
 from sparseconv.products.build import (
+    backward_infos,
     sparse_product_info,
     sparse_product_infos,
     sparse_scale_info,
@@ -39,6 +40,7 @@ __all__ = [
     "SparseScaleInfo",
     "SparseVecMat",
     "SparseVecSca",
+    "backward_infos",
     "sparse_inner",
     "sparse_mat_t_vec",
     "sparse_mul",

@@ -50,8 +50,9 @@ def check_backward(name: str, argument: str, x: torch.Tensor, missing: str, buil
     """Raise where a gradient will be needed whose info was not given."""
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} needs {missing} because {argument} requires a gradient, but it was not given; "
-            f"{builder} makes the forward and backward infos together"
+            f"{name} needs {missing} because {argument} requires a gradient, but it was not given: "
+            f"{builder} makes the forward and backward infos together, backward_infos(info, ...) those of an info made "
+            "by hand"
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparseconv.kinds import as_tensor, check_count
+from sparseconv.kinds import as_tensor, check_count, check_kind
 from sparseconv.products.info import AnyInfo, SparseProductInfo, SparseScaleInfo, known_right
 
 #: an index or a scale as a tensor, an array or a list
@@ -118,6 +118,51 @@ def sparse_product_info(
     """
     named = {"index1": (index1, in1_size), "index2": (index2, in2_size), "index_out": (index_out, out_size)}
     return _turned(SparseProductInfo, scale, 1, **named)[0]
+
+
+def backward_infos(info: SparseScaleInfo | SparseProductInfo, *in_sizes: int) -> tuple[Any, ...]:
+    """The infos of the gradients of an info that was made by hand: (backward,) of a scale, both of a product.
+
+    A call whose inputs require gradients takes them beside the info. Building them sorts the terms once for each, so
+    do it once and keep them. They are those of the indices as they are now.
+
+    Args:
+        info: the forward info.
+        in_sizes: rows of each input, x and for a product y; may be left out where the info knows them.
+
+    Raises:
+        ValueError: sizes that are not known, not as many as there are inputs, or too small for the indices.
+
+    Example::
+
+        >>> import torch
+        >>> from sparseconv.products import SparseScaleInfo, backward_infos, sparse_scale
+        >>> info = SparseScaleInfo(torch.tensor([1.0, 10.0]), torch.tensor([0, 2]), torch.tensor([0, 2]), 1)
+        >>> x = torch.ones(3, 1, requires_grad=True)
+        >>> sparse_scale(x, info, *backward_infos(info, len(x))).sum().backward()
+        >>> x.grad.flatten().tolist()
+        [1.0, 0.0, 10.0]
+    """
+    check_kind("info", info, (SparseScaleInfo, SparseProductInfo), "pass the info of the forward")
+    inputs = tuple(info._inputs)
+    sizes = in_sizes or info.in_sizes
+    if len(sizes) != len(inputs) or None in sizes:
+        raise ValueError(
+            f"backward_infos needs the rows of each input, {len(inputs)} of a {type(info).__name__}; got {sizes}"
+        )
+    terms, device = info.terms, info.device
+    positions = torch.arange(terms.num_positions(sizes[0], sizes[-1]), device=device)  # type: ignore[arg-type]
+    segments = positions
+    if terms.seg_out is not None:
+        counts = terms.seg_out.long().diff()
+        segments = torch.arange(len(counts), device=device).repeat_interleave(counts)
+        positions = terms.seg_out[0] + torch.arange(len(segments), device=device)
+    at = positions if terms.gather_index is None else terms.gather_index[positions]
+    rows = [at if index is None else index[at] for index in (terms.index1, terms.index2)]
+    named: dict[str, Any] = dict(zip(inputs, zip(rows, sizes)))
+    named["index_out"] = segments if terms.index_out is None else terms.index_out[segments], terms.out_size
+    scale = None if terms.scale is None else terms.scale[at]
+    return tuple(_turned(type(info), scale, 1 + len(inputs), **named)[1:])
 
 
 def _turned(kind: type[AnyInfo], scale: Column | None, turns: int, **named: tuple[Column, int]) -> list[AnyInfo]:

@@ -87,29 +87,36 @@ class SparseScaleInfo(Info):
 
         z[n, row(M), c] = sum over t in seg_out[M] .. seg_out[M+1]-1 of scale[t] * x[n, index[t], c]
 
-    Every field may be None, with the meaning given in its comment. ``in_size`` is what a builder knows beyond the
-    formula; it lets a call check its input without looking at the indices.
+    Every field may be None, which is the default, with the meaning given in its comment. ``out_size`` may also come
+    fourth, without ``index_out``: ``SparseScaleInfo(scale, index, seg_out, out_size)``. ``in_size`` is what a builder
+    knows beyond the formula; it lets a call check its input without looking at the indices.
 
     Example::
 
         >>> import torch
         >>> from sparseconv.products import SparseScaleInfo, sparse_scale
         >>> scale, index, seg_out = torch.tensor([1.0, 10.0, 1.0]), torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
-        >>> info = SparseScaleInfo(scale, index, seg_out, None, 2)
+        >>> info = SparseScaleInfo(scale, index, seg_out, out_size=2)
         >>> sparse_scale(torch.tensor([[1.0], [2.0]]), info)
         tensor([[21.],
                 [ 2.]])
     """
 
-    scale: Float[torch.Tensor, " T"] | None  # (T,) floating; None: 1
-    index: Integer[torch.Tensor, " T"] | None  # (T,) int32 or int64, rows of the input; None: t
-    seg_out: Integer[torch.Tensor, " S+1"] | None  # (S + 1,) int32 or int64, ascending; None: no sum, S = T
-    index_out: (
-        Integer[torch.Tensor, " S"] | None
-    )  # (S,) rows of the output, no two alike, others stay zero; None: row M
-    out_size: int | None  # rows of the output; None: S
+    scale: Float[torch.Tensor, " T"] | None = None  # (T,) floating; None: 1
+    index: Integer[torch.Tensor, " T"] | None = None  # (T,) int32 or int64, rows of the input; None: t
+    seg_out: Integer[torch.Tensor, " S+1"] | None = None  # (S + 1,) int32 or int64, ascending; None: no sum, S = T
+    index_out: Integer[torch.Tensor, " S"] | None = (
+        None  # (S,) rows of the output, no two alike, others stay zero; None: row M
+    )
+    out_size: int | None = None  # rows of the output; None: S
     in_size: int | None = None  # rows of the input, where known
     _inputs: ClassVar[dict[str, str]] = {"index": "in_size"}
+
+    def __post_init__(self) -> None:
+        if isinstance(self.index_out, int) and self.out_size is None:  # out_size as the fourth of four fields
+            object.__setattr__(self, "out_size", self.index_out)
+            object.__setattr__(self, "index_out", None)
+        super().__post_init__()
 
     @property
     def least_in_size(self) -> int:
@@ -129,8 +136,8 @@ class SparseProductInfo(Info):
         z[n, row(M)] = sum over k in seg_out[M] .. seg_out[M+1]-1, with t = gather_index[k], of
                        scale[t] * x[n, index1[t]] o y[n, index2[t]]
 
-    Every field may be None, with the meaning in its comment. ``in1_size`` and ``in2_size`` are what a builder knows
-    beyond the formula; they let a call check its inputs without looking at the indices.
+    Every field may be None, which is the default, with the meaning in its comment. ``in1_size`` and ``in2_size`` are
+    what a builder knows beyond the formula; they let a call check its inputs without looking at the indices.
 
     Example::
 
@@ -142,17 +149,17 @@ class SparseProductInfo(Info):
         tensor([[10.]])
     """
 
-    scale: Float[torch.Tensor, " T"] | None  # (T,) floating; None: 1
-    index1: Integer[torch.Tensor, " T"] | None  # (T,) int32 or int64, rows of the first input; None: t
-    index2: Integer[torch.Tensor, " T"] | None  # (T,) int32 or int64, rows of the second input; None: t
-    seg_out: (
-        Integer[torch.Tensor, " S+1"] | None
-    )  # (S + 1,) int32 or int64, ascending; None: no sum, one segment for each k
-    gather_index: Integer[torch.Tensor, " Q"] | None  # (Q,) int32 or int64, the t of position k; None: k
-    index_out: (
-        Integer[torch.Tensor, " S"] | None
-    )  # (S,) rows of the output, no two alike, others stay zero; None: row M
-    out_size: int | None  # rows of the output; None: S
+    scale: Float[torch.Tensor, " T"] | None = None  # (T,) floating; None: 1
+    index1: Integer[torch.Tensor, " T"] | None = None  # (T,) int32 or int64, rows of the first input; None: t
+    index2: Integer[torch.Tensor, " T"] | None = None  # (T,) int32 or int64, rows of the second input; None: t
+    seg_out: Integer[torch.Tensor, " S+1"] | None = (
+        None  # (S + 1,) int32 or int64, ascending; None: no sum, one segment for each k
+    )
+    gather_index: Integer[torch.Tensor, " Q"] | None = None  # (Q,) int32 or int64, the t of position k; None: k
+    index_out: Integer[torch.Tensor, " S"] | None = (
+        None  # (S,) rows of the output, no two alike, others stay zero; None: row M
+    )
+    out_size: int | None = None  # rows of the output; None: S
     in1_size: int | None = None  # rows of the first input, where known
     in2_size: int | None = None  # rows of the second input, where known
     _inputs: ClassVar[dict[str, str]] = {"index1": "in1_size", "index2": "in2_size"}

@@ -281,3 +281,23 @@ def test_a_box_of_fewer_axes_lies_in_no_other():
     assert not box.encloses(line)
     assert not line.encloses(box)
     assert box.translate((1, -1)) == IndexRange((1, -1), (3, 1))
+
+
+def test_an_index_space_without_axes_is_one_point():
+    points = torch.zeros(2, 0, dtype=torch.int64)
+    whole = IndexProjection.reduce((5,), 0)  # the sum of a vector
+    assert whole(points).tolist() == [[0], [0]]
+    assert whole.region(()) == whole.region(IndexRange((), ())) == IndexRange((0,), (5,))
+    assert whole.preimage(IndexRange((1,), (3,))) == IndexRange((), ())
+    assert whole.gather(torch.arange(5), points, "forbid").tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert whole.translate((3,)).gather(torch.arange(5), points, "periodic").tolist() == [[3, 4, 0, 1, 2]] * 2
+    assert whole.compose(IndexProjection.fixed(0, (), ())) == whole
+    box = IndexProjection.fixed(0, (1, 2), (1, 2))
+    assert box.gather(torch.arange(12).view(3, 4), points, "absent").tolist() == [[[6, 7]]] * 2
+
+
+def test_a_region_of_a_number_is_that_number():
+    number = IndexProjection.fixed(0, (), ())
+    assert number(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0)
+    assert number.taps().shape == (1, 0)
+    assert number.gather(torch.tensor(3), torch.zeros(2, 0, dtype=torch.int64), "forbid").tolist() == [3, 3]

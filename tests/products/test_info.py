@@ -163,6 +163,8 @@ def test_calls_refuse():
         sp.sparse_scale(torch.ones(1), sp.sparse_scale_info([0], [0], None, 1, 1))
     with pytest.raises(ValueError, match="one device"):
         sp.sparse_mul(x, y, infos[0].to("meta"))
+    with pytest.raises(ValueError, match=r"backward_infos\(info"):
+        sp.sparse_scale(torch.ones(1, 1, requires_grad=True), sp.sparse_scale_info([0], [0], None, 1, 1))
     with torch.no_grad():
         sp.sparse_mul(x.clone().requires_grad_(), y, infos[0])
 
@@ -258,3 +260,59 @@ def test_wrong_kinds_are_type_errors(make, words):
 def test_an_unknown_device_is_a_value_error():
     with pytest.raises(ValueError, match="banana"):
         info().to("banana")
+
+
+def test_a_scale_info_of_four_fields_by_position_and_by_name():
+    scale, index, seg_out = torch.tensor([1.0, 10.0, 1.0]), torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
+    x = torch.tensor([[1.0], [2.0]])
+    for one in (
+        sp.SparseScaleInfo(scale, index, seg_out, 2),
+        sp.SparseScaleInfo(scale=scale, index=index, seg_out=seg_out, out_size=2),
+        sp.SparseScaleInfo(scale, index, seg_out, None, 2),
+        sp.SparseScaleInfo(scale, index, seg_out),
+    ):
+        assert (one.out_size, one.index_out) == (2, None)
+        assert sp.sparse_scale(x, one).flatten().tolist() == [21, 2]
+    with pytest.raises(ValueError, match="out_size"):
+        sp.SparseScaleInfo(scale, index, seg_out, 3)
+    with pytest.raises(ValueError, match="out_size must be given"):
+        sp.SparseScaleInfo()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
+def test_gradients_of_infos_made_by_hand(gathered, placed, summed):
+    scale, index1 = torch.tensor([1.0, 2.0, -3.0, 0.5]), torch.tensor([0, 2, 2, 1])
+    index2, gather = torch.tensor([1, 0, 3, 1]), torch.tensor([3, 0, 0, 2, 1])
+    terms = 5 if gathered else 4
+    seg_out = torch.tensor([1, 3, 3, terms]) if summed else None  # the first term is left out
+    segments = 3 if summed else terms
+    index_out = torch.tensor([6, 0, 4, 2, 5])[:segments] if placed else None
+    size = 7 if placed else segments
+    columns = scale, index1, index2, seg_out, gather if gathered else None, index_out, size
+    info = sp.SparseProductInfo(*columns)
+    x, y = (torch.randn(rows, 2, dtype=torch.float64, requires_grad=True) for rows in (3, 5))
+    infos = sp.backward_infos(info, 3, 5)
+    assert torch.autograd.gradcheck(lambda x, y: sp.sparse_mul(x, y, info, *infos), (x, y))
+    assert torch.autograd.gradgradcheck(lambda x, y: sp.sparse_mul(x, y, info, *infos), (x, y))
+    if not gathered:
+        scaled = sp.SparseScaleInfo(scale, index1, seg_out, index_out, size)
+        (back,) = sp.backward_infos(scaled, 3)
+        assert torch.autograd.gradcheck(lambda x: sp.sparse_scale(x, scaled, back), x)
+
+
+def test_gradients_of_infos_made_by_hand_know_sizes_or_ask():
+    info = sp.SparseScaleInfo(None, torch.tensor([0, 1]), None)
+    with pytest.raises(ValueError, match="the rows of each input, 1 of a SparseScaleInfo"):
+        sp.backward_infos(info)
+    with pytest.raises(ValueError, match="index must lie within"):
+        sp.backward_infos(info, 1)
+    (back,) = sp.backward_infos(sp.SparseScaleInfo(None, torch.tensor([0, 1]), None, None, 2, 4))
+    assert back.out_size == 4
+    everything = sp.SparseScaleInfo(out_size=3)  # the identity
+    x = torch.randn(3, 2, requires_grad=True)
+    sp.sparse_scale(x, everything, *sp.backward_infos(everything, 3)).sum().backward()
+    assert x.grad.tolist() == [[1, 1]] * 3
+    with pytest.raises(TypeError, match="info must be a SparseScaleInfo or SparseProductInfo"):
+        sp.backward_infos(x, 3)
