@@ -62,6 +62,15 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", str(function))
 
 
+def method_advice(name: str) -> str:
+    """What to use for a method of tensors that a `SparseTensor` has not; nothing for other names."""
+    if name.startswith("_") or not hasattr(torch.Tensor, name):
+        return ""
+    if name in ELEMENTWISE_NAMES and hasattr(torch, name):
+        return f"use torch.{name}(x)"
+    return INSTEAD.get(name, f"use x.features.{name}, and x.with_features(...) puts rows back onto their voxels")
+
+
 def check_function(function: Callable[..., Any], args: Any, kwargs: Any, kind: type) -> None:
     """Raise TypeError unless ``function``, called like this with tensors of ``kind``, makes rows of rows.
 

@@ -15,7 +15,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import as_device, attribute_error, check_kind, check_tensor
 from sparseconv.moving import Movable
-from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, name_of
+from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, method_advice, name_of
 from sparseconv.torch_private import collators, register_tree
 
 if TYPE_CHECKING:
@@ -48,12 +48,13 @@ class SparseTensor(Movable):
                 f"features must be ({self.grid.num_voxels}, C), one row a voxel; got {shape}{rows_of_points(shape)}"
             )
         if self.features.device != self.grid.device:
-            raise ValueError(f"features are on {self.features.device}, the grid is on {self.grid.device}: move one")
+            there = str(self.features.device)
+            raise ValueError(f"features are on {there}, the grid is on {self.grid.device}: move it, grid.to({there!r})")
 
     if not TYPE_CHECKING:  # to whom every name would exist
 
         def __getattr__(self, name: str) -> Any:
-            raise attribute_error(name)
+            raise attribute_error(name, method_advice(name))
 
     # ---- between layouts
 

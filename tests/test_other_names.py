@@ -10,7 +10,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.kinds import ATTRIBUTES, MODULES
+from sparseconv.kinds import ARGUMENTS, ATTRIBUTES, MODULES
 
 GRID = sc.VoxelGrid(torch.tensor([[0, 1, 2], [0, 1, 3]]))
 TENSOR = sc.SparseTensor(GRID, torch.zeros(2, 3))
@@ -85,3 +85,84 @@ def test_coords_in_the_place_of_a_target():
 def test_a_linear_layer_names_its_channels():
     with pytest.raises(ValueError, match=r"Linear was made for 5 channels; got features \(2, 3\)"):
         nn.Linear(5, 2)(TENSOR)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("sum", "use sparseconv.nn.GlobalSumPool or GlobalAvgPool, or take x.features"),
+        ("max", "use sparseconv.nn.GlobalMaxPool"),
+        ("relu", r"use torch.relu\(x\)"),
+        ("argmax", "use x.features.argmax"),
+        ("numpy", "use x.features.numpy"),
+        ("backward", "use x.features.backward"),
+    ],
+)
+def test_methods_of_tensors(name, advice):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': {advice}"):
+        getattr(TENSOR, name)
+
+
+LAYERS = {name: getattr(nn, name) for name in ("Conv", "ConvTranspose", "InverseConv", "SubmanifoldConv")}
+POOLS = {name: getattr(nn, name) for name in ("AvgPool", "MaxPool", "MaxUnpool", "SumPool", "Unpool")}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_arguments_of_other_layers(layer, argument):
+    with pytest.raises(TypeError, match=f"^{layer} got an unexpected .*'{argument}': {re.escape(ARGUMENTS[argument])}"):
+        LAYERS[layer](4, 8, 3, **{argument: 1})
+
+
+@pytest.mark.parametrize("layer", [*LAYERS, *POOLS])
+def test_arguments_that_do_not_fit_name_the_class_that_was_called(layer):
+    make, sizes = (LAYERS[layer], (4, 8, 3)) if layer in LAYERS else (POOLS[layer], (3,))
+    with pytest.raises(TypeError, match=f"^{layer} got an unexpected keyword argument 'strides': use stride="):
+        make(*sizes, strides=2)
+    with pytest.raises(TypeError, match=f"^{layer} got an unexpected .*: it takes .*kernel_size, stride, padding"):
+        make(*sizes, nonsense=2)
+    with pytest.raises(TypeError, match=f"^{layer} too many positional arguments: it takes"):
+        make(*sizes, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"no backend 'cuda'; there are .* grid.to"):
+        make(*sizes, backend="cuda")
+    named = type("Named", (make,), {})
+    with pytest.raises(TypeError, match=r"^Named got an unexpected"):
+        named(*sizes, nonsense=1)
+
+
+@pytest.mark.parametrize("layer", [*LAYERS, *POOLS])
+def test_stride_and_padding_follow_the_kernel_by_position(layer):
+    make, sizes = (LAYERS[layer], (4, 8, 3)) if layer in LAYERS else (POOLS[layer], (3,))
+    stride = 1 if layer == "SubmanifoldConv" else 2
+    made = make(*sizes, stride, 0).geometry
+    assert (made.stride, made.padding) == ((stride,) * 3, (0,) * 3)
+
+
+def test_a_layer_without_channels_says_what_it_takes():
+    with pytest.raises(TypeError, match=r"^Conv missing a required argument: 'in_channels': it takes in_channels, out"):
+        nn.Conv()
+    with pytest.raises(TypeError, match="has no stride"):
+        nn.SubmanifoldConv(4, 8, 3, 2)
+    nn.SubmanifoldConv(4, 8, 3, (1, 1, 1))
+    with pytest.raises(ValueError, match="target is 'full' or None here"):
+        nn.MaxPool(2, target="whole")
+
+
+def test_a_plan_that_is_called_names_execute():
+    with pytest.raises(TypeError, match=r"plan.execute\(x, weight\)"):
+        sc.ConvolutionPlan(GRID, 3)(TENSOR.features, torch.zeros(9, 3, 4))
+
+
+def test_plans_know_the_largest_buffer_by_both_names():
+    plan = sc.ConvolutionPlan(GRID, 3)
+    assert plan.max_buffer_size == plan.max_pairs_per_tap == 2
+
+
+def test_devices_that_differ_say_what_to_move():
+    plan, x, w = sc.ConvolutionPlan(GRID, 3), TENSOR.features, torch.zeros(9, 3, 4)
+    with pytest.raises(ValueError, match=r"x is on meta: move it, or the plan, plan.to\('meta'\)"):
+        plan.execute(x.to("meta"), w)
+    with pytest.raises(ValueError, match=r"weight is on meta: move it, a network by net.to\('cpu'\), or the scene"):
+        plan.execute(x, w.to("meta"))
+    with pytest.raises(ValueError, match=r"features are on meta, the grid is on cpu: move it, grid.to\('meta'\)"):
+        sc.SparseTensor(GRID, x.to("meta"))

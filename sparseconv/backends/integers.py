@@ -162,7 +162,7 @@ def check_integers(
         if tensor.dtype != dtype:
             raise TypeError(f"an integer convolution takes {name} in {dtype}; got {tensor.dtype}")
         if tensor.device != device:
-            raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
+            raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move it there")
     if x.ndim != 2 or weight.ndim != 3 or x.shape[0] != kernel_map.num_in or weight.shape[0] != kernel_map.num_taps:
         raise ValueError(
             f"need x ({kernel_map.num_in}, C_in) and weight ({kernel_map.num_taps}, C_in/G, C_out); got "

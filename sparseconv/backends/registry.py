@@ -16,11 +16,21 @@ BACKENDS = {
 }
 
 
+def check_backend(name: object) -> None:
+    """Raise unless ``name`` is a backend's or "auto": TypeError for another kind, ValueError for another name."""
+    if isinstance(name, str) and (name == "auto" or name in BACKENDS):
+        return
+    is_device = isinstance(name, str) and name.partition(":")[0] in ("cpu", "cuda", "gpu")
+    advice = ". Where it computes is said by the device of the grid: grid.to(device), net.to(device)" * is_device
+    raise (ValueError if isinstance(name, str) else TypeError)(
+        f"no backend {name!r}; there are {', '.join(BACKENDS)}, and 'auto'{advice}"
+    )
+
+
 @cache
 def backend(name: str) -> Backend:
     """The backend of that name. Raises ValueError, with the names there are, for another."""
-    if name not in BACKENDS:
-        raise ValueError(f"no backend {name!r}; there are {', '.join(BACKENDS)}, and 'auto'")
+    check_backend(name)
     module, attribute = BACKENDS[name].split(":")
     return getattr(import_module(module), attribute)()
 

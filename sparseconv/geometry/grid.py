@@ -244,7 +244,8 @@ class VoxelGrid(Movable):
         if coords.dtype not in INTEGERS:
             raise TypeError(f"coords must be integers; got {coords.dtype}")
         if coords.device != self.device:
-            raise ValueError(f"coords are on {coords.device}, the grid is on {self.device}: move one of them")
+            there = str(coords.device)
+            raise ValueError(f"coords are on {there}, the grid is on {self.device}: move one, grid.to({there!r})")
         if self.device.type == "cuda" and len(self) and coords.dtype == torch.int32:
             return _on_gpu()[0].lookup(self.cells, coords).long()
         inside = self._space.contains(coords)

@@ -11,10 +11,10 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
-from sparseconv.kinds import check_count
+from sparseconv.kinds import check_count, constructor
 from sparseconv.nn import ahead
 from sparseconv.nn.ahead import MadeLayer
-from sparseconv.nn.geometry import Axes, LayerGeometry, grid_in, grid_of
+from sparseconv.nn.geometry import Axes, LayerGeometry, checked_target, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
@@ -32,15 +32,16 @@ class ConvolutionModule(SparseModule):
     #: whether outputs may lie on other voxels than the inputs
     has_stride: ClassVar[bool] = True
 
+    @constructor
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
         kernel_size: Axes | None = None,
-        *,
         stride: Axes = 1,
-        dilation: Axes = 1,
         padding: Axes | None = None,
+        *,
+        dilation: Axes = 1,
         taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         groups: int = 1,
@@ -50,8 +51,6 @@ class ConvolutionModule(SparseModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if stride != 1 and not self.has_stride:
-            raise TypeError(f"a submanifold convolution has no stride, use Conv(..., stride=...); got stride={stride}")
         super().__init__()
         for name, count in (("in_channels", in_channels), ("out_channels", out_channels), ("groups", groups)):
             check_count(name, count, 1)
@@ -72,6 +71,8 @@ class ConvolutionModule(SparseModule):
             groups=groups,
             backend=backend,
         )
+        if not self.has_stride and set(self.geometry.stride) != {1}:
+            raise TypeError(f"a submanifold convolution has no stride, use Conv(..., stride=...); got stride={stride}")
         shape = (self.geometry.num_taps, in_channels // groups, out_channels)
         self.weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias: torch.nn.Parameter | None
@@ -130,7 +131,8 @@ class SubmanifoldConv(ConvolutionModule):
         out_channels: C_out.
         kernel_size: taps along each axis, one integer or one an axis; None where ``taps`` (K, D) are given.
         stride: 1, since outputs lie on the input's voxels.
-        dilation, padding, taps, boundary, groups, backend: those of `ConvolutionPlan`.
+        padding, dilation, taps, boundary, groups, backend: those of `ConvolutionPlan`. Without one, padding centres
+            the window, where torch's and spconv's layers pad by 0.
         bias: whether to add one.
         rank: number of spatial axes, 1 to 4.
 
@@ -153,16 +155,17 @@ class SubmanifoldConv(ConvolutionModule):
 class _TargetedConv(ConvolutionModule):
     """What `Conv` and `InverseConv` share: ``target``, which says on which voxels a layer at stride 1 ends."""
 
+    @constructor
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
         kernel_size: Axes | None = None,
-        *,
         stride: Axes = 1,
+        padding: Axes | None = None,
+        *,
         target: str | None = None,
         dilation: Axes = 1,
-        padding: Axes | None = None,
         taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         groups: int = 1,
@@ -188,9 +191,7 @@ class _TargetedConv(ConvolutionModule):
             device=device,
             dtype=dtype,
         )
-        if target not in (None, "full"):
-            raise ValueError(f"target is 'full' or None here, and a grid at the call; got {target!r}")
-        self.target = target
+        self.target = checked_target(target)
 
 
 class Conv(_TargetedConv):

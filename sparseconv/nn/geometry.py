@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from sparseconv.backends.registry import check_backend
 from sparseconv.geometry.arguments import no_batch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import KINDS, Boundary, Ints, per_axis
-from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor
+from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor, shortened
 from sparseconv.ops.rows import check_plan
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan
@@ -51,6 +52,7 @@ class LayerGeometry:
         check_kind("boundary", boundary, (Boundary, str), "pass 'absent', 'periodic' or another kind of Boundary")
         if isinstance(boundary, str):
             check_choice("boundary", boundary, KINDS)
+        check_backend(backend)
         for name, axes in (
             ("kernel_size", kernel_size),
             ("stride", stride),
@@ -173,6 +175,13 @@ class LayerGeometry:
             if own.get(name) != usual.get(name):
                 told[name] = own[name]
         return ", ".join(f"{name}={_short(value)!r}" for name, value in told.items())
+
+
+def checked_target(target: str | None) -> str | None:
+    """The ``target`` of a layer before it meets a grid: "full" or None."""
+    if target not in (None, "full"):
+        raise ValueError(f"target is 'full' or None here, and a grid at the call; got {shortened(target)}")
+    return target
 
 
 def _short(value: Any) -> Any:

@@ -9,7 +9,8 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.nn.geometry import Axes, LayerGeometry, grid_in, grid_of
+from sparseconv.kinds import constructor
+from sparseconv.nn.geometry import Axes, LayerGeometry, checked_target, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
 from sparseconv.ops import global_pooling, pooling
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -27,18 +28,20 @@ class WindowPool(SparseModule):
         stride: default ``kernel_size``; 1 where ``taps`` are given.
         target: ``"full"`` or None, as in `Conv`.
         rank: number of spatial axes.
-        dilation, padding, taps, boundary, backend: those of `ConvolutionPlan`.
+        padding, dilation, taps, boundary, backend: those of `ConvolutionPlan`. Without one, padding centres the window,
+            where torch's and spconv's pools pad by 0.
     """
 
+    @constructor
     def __init__(
         self,
         kernel_size: Axes | None = None,
         stride: Axes | None = None,
+        padding: Axes | None = None,
         *,
         target: str | None = None,
         rank: int = 3,
         dilation: Axes = 1,
-        padding: Axes | None = None,
         taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         backend: str = "auto",
@@ -56,7 +59,7 @@ class WindowPool(SparseModule):
             boundary=boundary,
             backend=backend,
         )
-        self.target = target
+        self.target = checked_target(target)
 
     def _down(self, x: Any, target: VoxelGrid | SparseTensor | None, plan: ConvolutionPlan | None) -> ConvolutionPlan:
         if plan is not None:
@@ -101,16 +104,17 @@ class AvgPool(WindowPool):
     [[2.0], [5.0]]
     """
 
+    @constructor
     def __init__(
         self,
         kernel_size: Axes | None = None,
         stride: Axes | None = None,
+        padding: Axes | None = None,
         *,
         count_absent: bool = False,
         target: str | None = None,
         rank: int = 3,
         dilation: Axes = 1,
-        padding: Axes | None = None,
         taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         backend: str = "auto",
@@ -152,16 +156,17 @@ class MaxPool(WindowPool):
     [[3.0], [5.0]]
     """
 
+    @constructor
     def __init__(
         self,
         kernel_size: Axes | None = None,
         stride: Axes | None = None,
+        padding: Axes | None = None,
         *,
         return_winners: bool = False,
         target: str | None = None,
         rank: int = 3,
         dilation: Axes = 1,
-        padding: Axes | None = None,
         taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         backend: str = "auto",

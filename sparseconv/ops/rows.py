@@ -26,7 +26,7 @@ def check_rows(
     if not x.is_floating_point() or x.element_size() < 2:
         raise TypeError(f"{name} must be floating point, of 16 bits or more; got {x.dtype}")
     if x.device != device:
-        raise ValueError(f"{holder} is on {device} but {name} is on {x.device}: move one of them")
+        raise ValueError(f"{holder} is on {device} but {name} is on {x.device}: move it, {name}.to({str(device)!r})")
 
 
 def check_plan(plan: ConvolutionPlan) -> None:

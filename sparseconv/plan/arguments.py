@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.backends.registry import BACKENDS
+from sparseconv.backends.registry import check_backend
 from sparseconv.geometry.arguments import check_box, no_batch, no_grid, rows_of_points
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -55,10 +55,7 @@ def checked_window(
     if type(kernel_size) is not int and isinstance(kernel_size, Sequence) and len(kernel_size) == source.rank + 1:
         raise ValueError(f"kernel_size {kernel_size} has an axis more than {source}: {no_batch(source.rank)}")
     check_count("groups", groups, 1)
-    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
-        raise (ValueError if isinstance(backend, str) else TypeError)(
-            f"no backend {backend!r}; there are {', '.join(BACKENDS)}, and 'auto'"
-        )
+    check_backend(backend)
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True, False or None; got {deterministic!r}")
     window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
@@ -110,7 +107,13 @@ def check_places(
             continue
         check_tensor(name, tensor)
         if tensor.device != device:
-            raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
+            there = str(tensor.device)
+            advice = f"move it, or the plan, plan.to({there!r})"
+            if name in ("weight", "bias"):
+                advice = (
+                    f"move it, a network by net.to({str(device)!r}), or the scene before a plan is made of its grid"
+                )
+            raise ValueError(f"the plan is on {device} but {name} is on {there}: {advice}")
 
 
 def check_operands(

@@ -227,6 +227,11 @@ class ConvolutionPlan(Movable):
         return self.kernel_map.max_pairs_per_tap
 
     @property
+    def max_buffer_size(self) -> int:
+        """`max_pairs_per_tap`, by the name that plans of other libraries have for it."""
+        return self.max_pairs_per_tap
+
+    @property
     def num_in(self) -> int:
         """N_in, the rows of x."""
         return self.kernel_map.num_in
@@ -293,6 +298,9 @@ class ConvolutionPlan(Movable):
         if residual is None and epilogue is None:
             return convolution(x, taps, bias, *call)
         return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a plan is no layer: call plan.execute(x, weight), or give it to one, layer(x, plan=plan)")
 
     def operands(
         self,
