@@ -141,14 +141,14 @@ def compile_all(arch: int, everything: bool) -> None:
                         STAGES=config.stages,
                         TRANSPOSED=transposed != config.weight_copy,
                         HAS_BIAS=not transposed and not follows,
-                        HAS_RESIDUAL=follows or of_8_bits or (config.apart and not transposed),
+                        HAS_RESIDUAL=follows or of_8_bits,
                         ACTIVATION=None,
                         ROW=work.group_out * work.groups,
                         TO_SLOTS=config.split > 1 and not config.turns,
                         LEADS=leads,
                         FOLLOWS=follows,
-                        **({"BULK": config.bulk} if config.kernels == "gluon_kernels" else {}),
-                        **({} if config.apart else {"RESCALE": of_8_bits}),
+                        **({"BULK": config.bulk} if config.gluon else {}),
+                        RESCALE=of_8_bits,
                     )
                     out = "fp32" if constants["TO_SLOTS"] or leads else None
                     residual = "fp32" if follows else None

@@ -195,27 +195,6 @@ def modules(state: threading.local) -> dict[str, ModuleType]:
     def mma(a, b, acc, is_async=True):
         return tensor(acc + a.array.astype(np.float32) @ b.array.astype(np.float32))
 
-    def specialize(functions, warps, registers):
-        """Each function by warps of its own, which are one thread; the first by the kernel's."""
-        program, programs, failures = state.program, state.programs, []
-
-        def run(function, arguments, number):
-            state.program, state.programs, state.warps = program, programs, number
-            try:
-                function(*arguments)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [
-            threading.Thread(target=run, args=(*each, number)) for each, number in zip(functions, [state.warps, *warps])
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
-
     language = ModuleType("language")
     language.__dict__.update(
         constexpr=lambda value: value, static_assert=_check,
@@ -225,10 +204,9 @@ def modules(state: threading.local) -> dict[str, ModuleType]:
         load=load, store=store, minimum=min, maximum=np.maximum, static_range=range,
         where=lambda c, a, b: a if c else b,
         program_id=lambda axis: state.program, num_programs=lambda axis: state.programs, num_warps=lambda: state.warps,
-        convert_layout=lambda value, layout: value, thread_barrier=lambda: None,
+        convert_layout=lambda value, layout: value,
         allocate_shared_memory=lambda dtype, shape, layout: Barriers(shape[0]) if layout == "barriers"
         else Shared(np.full(shape, np.nan, np.float32)),
-        warp_specialize=specialize, DistributedLinearLayout=lambda *a: None,
         BlockedLayout=lambda *a, **k: None, SliceLayout=lambda *a: None, NVMMASharedLayout=lambda **k: None,
         NVMMADistributedLayout=lambda **k: None, SwizzledSharedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
     )  # fmt: skip
@@ -236,7 +214,6 @@ def modules(state: threading.local) -> dict[str, ModuleType]:
     cp.async_copy_global_to_shared = copy
     cp.commit_group = lambda: None
     cp.wait_group = lambda n: None
-    cp.mbarrier_arrive = lambda barrier, increment_count: barrier.arrive(32 * state.warps)
     hopper = ModuleType("hopper")
     hopper.__dict__.update(
         async_copy=cp, fence_async_shared=lambda: None, warpgroup_mma=mma,

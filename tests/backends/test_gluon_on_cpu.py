@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT, plane_groups
+from sparseconv.geometry.gpu.tiles.schedule import plane_groups
 from tests.backends.gluon_on_cpu import Matrix, Offset, Program
 from tests.twins import build_schedule
 
@@ -18,8 +18,8 @@ PACKAGE = "sparseconv.backends.triton_implicit_gemm"
 
 
 @cache
-def program(*names: str) -> Program:
-    return Program(*(f"{PACKAGE}.{name}" for name in ("gluon_kernels", "gluon_weight_grad", *names)))
+def program() -> Program:
+    return Program(*(f"{PACKAGE}.{name}" for name in ("gluon_kernels", "gluon_weight_grad")))
 
 
 def integers(generator: torch.Generator, *shape: int, dtype: type = np.float16) -> np.ndarray:
@@ -83,32 +83,6 @@ def test_a_chain_of_conv_kernels(transposed, turns, rows, density):
     np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("programs", [1, 3, 40])
-@pytest.mark.parametrize(
-    ("rows", "density", "blocks", "stages", "unit"),
-    [
-        (300, 0.3, (64, 32, 32), 2, 8),
-        (513, 0.02, (128, 64, 16), 2, 8),  # tiles without a live tap, and halves
-        (700, 0.1, (64, 32, 16), 4, 4),
-    ],
-)
-def test_warps_apart(transposed, programs, rows, density, blocks, stages, unit):
-    """Each program makes several tiles, one, or none; both halves of a tile take the taps that they have."""
-    taps, c = 9, 64
-    neighbors, x, bias, residual, w, want = layer(rows, density, 1, taps, c, unit, transposed)
-    got = np.full_like(x, np.nan)
-    schedule = build_schedule(neighbors, taps, blocks[0])
-    listed = torch.arange(schedule.tile_rows.shape[1]) < schedule.tile_counts[:, None]
-    assert {1, 2, 3} <= set((schedule.tile_rows >> HALF_BIT)[listed].tolist())
-    launch(
-        schedule, schedule.fixed, schedule.num_tiles, (x, Matrix(w.reshape(-1, c)), got, bias, residual), 1, (c, c),
-        blocks, programs=programs, of=program("warp_kernels"), STAGES=stages, UNIT=unit, TRANSPOSED=transposed,
-        HAS_BIAS=True, HAS_RESIDUAL=True, ACTIVATION=lambda v: v * 2,
-    )  # fmt: skip
-    np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
-
-
 def test_sums_of_groups_side_by_side():
     """In slots of their own; those of a tile without a live tap, which nobody reads, are left as they were."""
     rows, taps, c = 513, 9, 64
@@ -147,14 +121,14 @@ def layer(rows, density, groups, taps, c, unit, transposed):
     return neighbors, x, bias, residual, w, want
 
 
-def launch(schedule, fixed, tiles, operands, groups, channels, blocks, programs=None, of=None, **constants):
+def launch(schedule, fixed, tiles, operands, groups, channels, blocks, **constants):
     """`conv_kernel` over some tiles of a schedule, one program for each where nothing else is said."""
     group_in, group_out = channels
     unit, row = constants["UNIT"], groups * group_in
     arrays = (each.numpy() if isinstance(each, torch.Tensor) else each for each in fixed.arguments)
     constants = {"ROW": groups * group_out, "TO_SLOTS": False, "LEADS": False, "FOLLOWS": False, **constants}
-    (of or program()).launch(
-        "conv_kernel", programs or tiles * groups * (group_out // blocks[1]), 4, *operands, *arrays,
+    program().launch(
+        "conv_kernel", tiles * groups * (group_out // blocks[1]), 4, *operands, *arrays,
         row // unit, group_in * row // unit, row // unit,
         GROUP_IN=group_in, GROUP_OUT=group_out, PACK=1, GROUPS=groups,
         BLOCK_M=blocks[0], BLOCK_N=blocks[1], BLOCK_K=blocks[2],

@@ -154,40 +154,6 @@ def test_the_copy_engine_brings_the_same_weights(dtype, block_n, warps, stages):
                     assert close(out, results[0].double() + bias.double() + rows.double())
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="warps as Hopper's"
-)
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "tf32"], indirect=True)
-@pytest.mark.parametrize("density", [0.003, 0.1])
-@pytest.mark.parametrize("rows", [300, 40_003])
-def test_warps_apart_make_one_tile_after_another(dtype, density, rows):
-    """Few tiles or several for each program, halves with taps of their own, tiles with none, memory full of NaN."""
-    table = scattered_map(rows, rows, 27, density).neighbors
-    table[:, rows // 3 : rows // 2] = -1
-    kernel_map = KernelMap(rows, rows, 27, neighbors=table)
-    x, w, g = operands(kernel_map, 256, 512, 1, dtype)
-    for transposed, source, like in ((False, x, g), (True, g, x)):
-        copy = dtype == torch.float32 and not transposed
-        plain = ConvConfig(128, 256, 128 // dtype.itemsize, 8, 3, gluon=True, weight_copy=copy)
-        apart = replace(plain, warps=4, stages=4, bulk=True, apart=True)
-        work = work_of(Request(kernel_map, x.device, dtype, 256, 512), True, transposed)
-        bias = torch.linspace(-1, 1, like.shape[1], device="cuda").to(dtype)
-        results = []
-        for config, wide in ((plain, False), (apart, False), (apart, True), (replace(apart, in_order=True), False)):
-            step = ConvRecipe(config, work, source, w, transposed, wide=wide).bind(kernel_map)
-            for _ in range(5):
-                out = torch.full(like.shape, float("nan"), dtype=dtype, device="cuda")
-                step(source, w, out, source, source)
-                results.append(out)
-        assert not results[0].isnan().any()
-        assert all(torch.equal(results[0], out) for out in results)
-        want = (results[0].double() + bias.double() + like.double()).clamp(min=0)
-        for residual in (None, like):
-            recipe = ConvRecipe(apart, work, source, w, transposed, bias, residual, Epilogue(relu))
-            recipe.bind(kernel_map)(source, w, out.fill_(float("nan")), bias, source if residual is None else residual)
-            assert close(out, want if residual is not None else (results[0].double() + bias.double()).clamp(min=0))
-
-
 @pytest.mark.parametrize("split", [1, 3])
 def test_wide_addresses_change_nothing(split):
     kernel_map = scattered_map(2000, 2000, 27, 0.3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,29 +129,6 @@ def test_a_chain_that_would_read_other_weights_is_refused(groups, options):
     work = work_of(Request(plan.kernel_map, x.device, x.dtype, 8, 8, groups), False)
     with pytest.raises(ValueError, match="as it lies"):
         ConvRecipe(ConvConfig(**{**SMALL.__dict__, "split": 3, **options}), work, x, w, False)
-
-
-@needs_interpreter
-def test_warps_apart_take_all_taps_at_once():
-    case = Case("cube", c_in=8, c_out=8)
-    plan = build(case)
-    x, w, _ = operands(plan, case, torch.float32)
-    work = work_of(Request(plan.kernel_map, x.device, x.dtype, 8, 8), False)
-    with pytest.raises(ValueError, match="in one launch"):
-        ConvRecipe(ConvConfig(**{**SMALL.__dict__, "split": 3, "apart": True}), work, x, w, False)
-
-
-@pytest.mark.parametrize(
-    ("c_in", "c_out", "groups", "wanted"),
-    [(256, 256, 1, True), (512, 256, 1, True), (256, 128, 1, False), (128, 256, 1, False), (256, 512, 2, False)],
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_wide_layers_have_warps_apart(c_in, c_out, groups, wanted, dtype):
-    """Where tiles are whole, in whole rounds of the buffers, and more than the card takes at once."""
-    work = Work(dtype, 300_000, 2_000_000, 27, c_in // groups, c_out // groups, groups, True)
-    wanted = wanted or (dtype == torch.float32 and (c_in, c_out) == (128, 256))  # half as many channels in a buffer
-    assert conv_candidates(work)[0].apart is wanted
-    assert not any(config.apart for config in conv_candidates(replace(work, num_rows=10_000)))
 
 
 @needs_interpreter

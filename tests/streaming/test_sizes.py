@@ -187,7 +187,7 @@ def test_from_steady_rows_on_sums_have_one_order(channels, taps, kind, aligned, 
 def test_what_decides_the_order_of_sums():
     tile = ConvConfig(128, 64, 64, 4, 3, gluon=True)
     assert order_of_sums(tile) == order_of_sums(replace(tile, bulk=True, chunked=True, in_order=True, stages=2))
-    for change in ({"split": 3}, {"split": 3, "turns": 1}, {"apart": True}, {"block_k": 32}):
+    for change in ({"split": 3}, {"split": 3, "turns": 1}, {"block_k": 32}):
         assert order_of_sums(tile) != order_of_sums(replace(tile, **change))
     few, many = Work(torch.float16, 9_000, 9_000 * 9, 27, 64, 64, 1, True), 300_000
     assert conv_candidates(few)[0].split == 3

@@ -34,7 +34,7 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, considered, tuning_enabled
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.cards import refusal
-from sparseconv.geometry.gpu.work_lists import schedule_ahead, schedule_of
+from sparseconv.geometry.gpu.work_lists import schedule_ahead
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import listing, scratch
 
@@ -199,25 +199,6 @@ class TritonImplicitGemm(Backend):
         """Rows from which on each is summed in one order: as many as keep the card busy, so that no tap is split."""
         works = (replace(work_of(request, aligned), num_rows=0, num_pairs=0) for aligned in (True, False))
         return max(map(steady_rows, works))
-
-    def explain(self, request: Request) -> dict[str, Any]:
-        """What was chosen and timed for maps and channels like this request's, and the waste of its row order.
-
-        Reads sizes back from the device: for people, not for hot loops.
-        """
-        kernel_map = request.kernel_map
-        report: dict[str, Any] = {"backend": self.name, "flops": request.flops, "pairs": kernel_map.num_pairs}
-        for verb, transposed in (("forward", False), ("input_grad", True)):
-            work = work_of(request, True, transposed)
-            report[verb] = self._tuner.explain(("conv", *work.key()), conv_candidates(work))
-        work = work_of(request, True)
-        report["weight_grad"] = self._tuner.explain(("weight_grad", *work.key()), weight_grad_candidates(work))
-        config = report["forward"]["config"]
-        schedule = schedule_of(kernel_map, config.block_m, False, config.split, config.chunked, config.in_order)
-        executed = schedule.executed_rows(by_halves=config.apart)
-        report["executed_rows"] = executed
-        report["waste"] = executed / max(1, kernel_map.num_pairs)
-        return report
 
     def _conv(
         self,

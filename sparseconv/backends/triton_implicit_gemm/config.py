@@ -55,8 +55,6 @@ class ConvConfig:
     in_order: bool = False
     #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
     bulk: bool = False
-    #: as bulk, with warps that only copy and two halves of a tile that multiply apart, see `warp_kernels`
-    apart: bool = False
 
     @property
     def lists(self) -> tuple[int, int, bool, bool]:
@@ -66,7 +64,7 @@ class ConvConfig:
     @property
     def kernels(self) -> str:
         """The module of its kernel."""
-        return "warp_kernels" if self.apart else "gluon_kernels" if self.gluon else "kernels"
+        return "gluon_kernels" if self.gluon else "kernels"
 
 
 @dataclass(frozen=True)
@@ -234,15 +232,13 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
     whole = work.groups == 1 and c_in % block_k == 0 and c_out % block_n == 0
     if wide:
         narrower = replace(tile, block_n=128, warps=4)
-        tile = bulk = replace(tile, bulk=whole)
-        if whole and c_in % (4 * block_k) == 0:
-            tile = replace(bulk, warps=4, stages=4, apart=True)
+        tile = replace(tile, bulk=whole)
         found = [tile, narrower]
         if work.num_rows * c_in * work.dtype.itemsize > FAR_BYTES and load > MANY_PROGRAMS:
             found.insert(0, replace(tile, in_order=True))
         turns = turns_that_fit(work, c_out // block_n)
         if whole and turns and c_in >= DEEP and work.dtype in HALF and work.num_taps >= 9 and work.density < DENSE:
-            found.insert(0, replace(bulk, split=3, turns=turns))  # less waste for sums that are written and read
+            found.insert(0, replace(tile, split=3, turns=turns))  # less waste for sums that are written and read
         return found
     shallow = replace(tile, stages=2)
     if block_n == 128 and work.dtype not in HALF:

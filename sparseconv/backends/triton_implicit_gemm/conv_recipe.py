@@ -50,8 +50,6 @@ class ConvRecipe:
         out: torch.dtype | None = None,
         rescale: bool = False,
     ) -> None:
-        if config.apart and config.split > 1:
-            raise ValueError(f"warps that copy and multiply apart take all taps in one launch; got {config}")
         several = config.turns > 1 and (work.groups > 1 or (config.gluon and not config.bulk))
         if several or (config.turns and config.weight_copy):
             raise ValueError(
@@ -103,8 +101,6 @@ class ConvRecipe:
         wide = self._wide or farthest >= NARROW
         tiles = schedule.num_tiles // len(parts)
         programs = tiles * -(-turn.pack * turn.group_out // config.block_n) * -(-work.groups // work.pack)
-        if config.apart:
-            programs = min(programs, work.processors)
         launches = []
         for part, fixed in zip(parts, schedule.links if len(parts) > 1 else (schedule.fixed,)):
             program, strides = self._kept(self._program, part, wide)
@@ -150,16 +146,15 @@ class ConvRecipe:
             "TO_SLOTS": part.to_slots,
             "LEADS": part.leads,
             "FOLLOWS": part.follows,
+            "RESCALE": self._rescale,
         }
         out, more = self._out if part.ends else torch.float32, self._more
         if part.follows:
             more = (work.dtype, torch.float32)
         types = (work.dtype, work.dtype, out, *more, *(I32,) * 6, 16, int, *map(shown, strides))  # 16: slots
         kernel, sizes = kernel_named("conv_kernel", config.kernels), (config.warps, config.stages)
-        if config.kernels == "gluon_kernels":
+        if config.gluon:
             constants["BULK"] = config.bulk
-        if not config.apart:
-            constants["RESCALE"] = self._rescale
         if not config.bulk:
             return compiled(kernel, types, constants, *sizes), strides
         rows, columns = self._weight[0] // weight_c, weight_c

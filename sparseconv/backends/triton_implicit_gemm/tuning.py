@@ -53,13 +53,6 @@ class Tuner:
     def __init__(self) -> None:
         self._chosen: dict[tuple[object, ...], Any] = {}
         self._lock = threading.Lock()
-        #: what was measured, for explanations: (key, candidates) -> [(configuration, milliseconds)]
-        self.timings: dict[tuple[object, ...], list[tuple[Any, float]]] = {}
-
-    def explain(self, key: tuple[object, ...], candidates: Sequence[Any]) -> dict[str, Any]:
-        """The configuration in use for a key and the milliseconds measured; the first candidate if none was timed."""
-        asked = (key, *candidates)
-        return {"config": self._chosen.get(asked, candidates[0]), "timings": self.timings.get(asked, [])}
 
     def choose(
         self,
@@ -97,7 +90,6 @@ class Tuner:
                 ahead()
                 good = _compile_all([(config, step_of(config)) for config in candidates], tensors, key)
                 timings = _time_all(good, tensors)
-                self.timings[asked] = timings
                 index = list(candidates).index(first_of_the_fastest(timings))
                 _write(name, index, timings)
             self._chosen[asked] = candidates[index]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 PRELOADED = (
     "sparseconv.backends.triton_implicit_gemm.kernels",
     "sparseconv.backends.triton_implicit_gemm.gluon_kernels",
-    "sparseconv.backends.triton_implicit_gemm.warp_kernels",
     "sparseconv.backends.triton_implicit_gemm.gluon_weight_grad",
     "sparseconv.geometry.gpu.fused",
     "sparseconv.geometry.gpu.prefetch",

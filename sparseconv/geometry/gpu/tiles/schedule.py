@@ -54,16 +54,6 @@ class Schedule:
         """Numbers of the table."""
         return self.neighbors.numel()
 
-    def executed_rows(self, by_halves: bool) -> int:
-        """Rows that are multiplied: for each live tap those of the tile, or of its halves with a neighbour there.
-
-        Read back from the device.
-        """
-        if not by_halves:
-            return int(self.tile_counts.sum()) * self.block_m
-        halves = self.tile_rows >> HALF_BIT
-        return int((halves & 1).sum() + (halves >> 1).sum()) * (self.block_m // 2)
-
     def reversed(self) -> Schedule | None:
         """That of the reversed edges, where it costs nothing."""
         return None
