@@ -55,15 +55,14 @@ SCENES = (
     "shape_spot_256",
     "brain_mni152_2mm",
 )
-#: rows of a tile, transposed, groups of taps, rows sorted in runs, tiles launched in the order of their rows
+#: rows of a tile, transposed, groups of taps, rows sorted in runs
 SCHEDULES = (
-    (128, False, 1, False, False),
-    (64, False, 1, False, False),
-    (128, True, 1, False, False),
-    (128, False, 3, False, False),
-    (128, False, 1, True, False),
-    (64, True, 1, True, False),
-    (128, False, 1, False, True),
+    (128, False, 1, False),
+    (64, False, 1, False),
+    (128, True, 1, False),
+    (128, False, 3, False),
+    (128, False, 1, True),
+    (64, True, 1, True),
 )
 #: programs that share the pairs of a weight gradient at most
 JOBS = (400, 40)
@@ -137,7 +136,7 @@ def _looked_up(grid: VoxelGrid, coords: torch.Tensor) -> torch.Tensor:
     return _named("lookup")(grid.cells, coords).long() if INTERPRETED else grid.lookup(coords)
 
 
-def _schedule(edges: KernelMap, form: tuple[int, bool, int, bool, bool]) -> Any:
+def _schedule(edges: KernelMap, form: tuple[int, bool, int, bool]) -> Any:
     schedule_of = _named("schedule_of")
     module = sys.modules[schedule_of.__module__]
     if INTERPRETED and hasattr(module, "_is_cuda"):
@@ -184,7 +183,7 @@ def stages(plan_map: KernelMap, fine: VoxelGrid, coarse: VoxelGrid, tiled: bool)
     yield "grids", {"fine": fine.coords, "coarse": coarse.coords}
     if tiled:
         for form in SCHEDULES[1:]:
-            yield "tiles {} transposed {} split {} runs {} in order {}".format(*form), _tiles(_schedule(edges, form))
+            yield "tiles {} transposed {} split {} runs {} in order False".format(*form), _tiles(_schedule(edges, form))
         yield f"jobs {JOBS[0]}", _lists(_jobs(edges, JOBS[0]))
 
 

@@ -48,7 +48,7 @@ def spill_bytes(cubin: bytes) -> int:
     return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text))
 
 
-def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: int, out=None, residual=None):
+def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: int, out=None):
     """The compiled kernel for aligned pointers and strides."""
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -61,8 +61,6 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
             tile = (constants["BLOCK_K"], constants["BLOCK_N"])[:: -1 if constants["TRANSPOSED"] else 1]
             layout = shared_layout(tile[1], constants["UNIT"])
             signature[name] = f"tensordesc<{NAMES[dtype]}[{tile[0]},{tile[1]}],{layout!r}>"
-        elif name == "residual_ptr" and residual:
-            signature[name] = "*" + residual
         elif name == "bias_ptr" and dtype in EIGHT_BITS:
             signature[name] = "*" + EIGHT_BITS[dtype]
         elif name in OPERANDS:
@@ -95,10 +93,10 @@ def channels(work: Work, wide: bool = False) -> dict:
 
 def works(arch: int, everything: bool) -> list[Work]:
     """What is compiled: dtypes, channels, groups and sizes; few of them unless everything is asked for."""
-    base = Work(torch.float16, 300_000, 2_000_000, 27, 64, 64, 1, True, 132, CAPABILITY[arch])
+    base = Work(torch.float16, 300_000, 27, 64, 64, 1, True, 132, CAPABILITY[arch])
     few = [base, replace(base, group_in=256, group_out=256), replace(base, group_in=5, group_out=7, aligned=False)]
     few.append(replace(base, dtype=torch.float32, precision="ieee"))
-    few.append(replace(base, num_rows=4_000_000, num_pairs=50_000_000))
+    few.append(replace(base, num_rows=4_000_000))
     eighths = [dtype for dtype in EIGHT_BITS if arch >= 89 or dtype == torch.int8]
     few += [replace(base, dtype=dtype, group_in=c, group_out=c) for dtype in eighths for c in (64, 256)]
     if not everything:
@@ -111,8 +109,8 @@ def works(arch: int, everything: bool) -> list[Work]:
         many.append(replace(base, dtype=dtype, group_in=4, group_out=32, aligned=False))
         many.append(replace(base, dtype=dtype, group_in=1, group_out=1, groups=64))
         many.append(replace(base, dtype=dtype, group_in=32, group_out=32, groups=4))
-        many.append(replace(base, dtype=dtype, num_rows=2000, num_pairs=20_000, group_in=256, group_out=256))
-        many.append(replace(base, dtype=dtype, num_rows=15_000, num_pairs=200_000, group_in=1024, group_out=1024))
+        many.append(replace(base, dtype=dtype, num_rows=2000, group_in=256, group_out=256))
+        many.append(replace(base, dtype=dtype, num_rows=15_000, group_in=1024, group_out=1024))
     many += [replace(work, precision="ieee") for work in many if work.dtype == torch.float32]
     return few + many
 
@@ -130,29 +128,22 @@ def compile_all(arch: int, everything: bool) -> None:
         of_8_bits = work.dtype in EIGHT_BITS
         for transposed in (False,) if of_8_bits else (False, True):
             for config in first(conv_candidates(replace(work, transposed=transposed)), arch, everything):
-                turn = replace(work, group_out=work.group_out // max(1, config.turns))
-                chain = ((True, False), (True, True), (False, True)) if config.turns else ((False, False),)
-                for leads, follows in chain:
-                    constants = dict(
-                        channels(turn, wide=transposed and everything),
-                        BLOCK_M=config.block_m,
-                        BLOCK_N=config.block_n,
-                        BLOCK_K=config.block_k,
-                        STAGES=config.stages,
-                        TRANSPOSED=transposed != config.weight_copy,
-                        HAS_BIAS=not transposed and not follows,
-                        HAS_RESIDUAL=follows or of_8_bits,
-                        ACTIVATION=None,
-                        ROW=work.group_out * work.groups,
-                        TO_SLOTS=config.split > 1 and not config.turns,
-                        LEADS=leads,
-                        FOLLOWS=follows,
-                        **({"BULK": config.bulk} if config.gluon else {}),
-                        RESCALE=of_8_bits,
-                    )
-                    out = "fp32" if constants["TO_SLOTS"] or leads else None
-                    residual = "fp32" if follows else None
-                    report("conv_kernel", work, config, constants, arch, out, residual, transposed=transposed)
+                constants = dict(
+                    channels(work, wide=transposed and everything),
+                    BLOCK_M=config.block_m,
+                    BLOCK_N=config.block_n,
+                    BLOCK_K=config.block_k,
+                    STAGES=config.stages,
+                    TRANSPOSED=transposed != config.weight_copy,
+                    HAS_BIAS=not transposed,
+                    HAS_RESIDUAL=of_8_bits,
+                    ACTIVATION=None,
+                    TO_SLOTS=config.split > 1,
+                    **({"BULK": config.bulk} if config.gluon else {}),
+                    RESCALE=of_8_bits,
+                )
+                out = "fp32" if constants["TO_SLOTS"] else None
+                report("conv_kernel", work, config, constants, arch, out, transposed=transposed)
         for weight in () if of_8_bits else first(weight_grad_candidates(work), arch, everything):
             constants = dict(
                 channels(work),
@@ -164,13 +155,11 @@ def compile_all(arch: int, everything: bool) -> None:
             report("weight_grad_kernel", work, weight, constants, arch, "fp32")
 
 
-def report(
-    name: str, work: Work, config, constants: dict, arch: int, out: str | None, residual: str | None = None, **facts
-) -> None:
+def report(name: str, work: Work, config, constants: dict, arch: int, out: str | None, **facts) -> None:
     """Compile one kernel and print what it became."""
     module = config.kernels
     function = getattr(importlib.import_module(f"sparseconv.backends.triton_implicit_gemm.{module}"), name)
-    kernel = compile_kernel(function, work.dtype, constants, config, arch, out, residual)
+    kernel = compile_kernel(function, work.dtype, constants, config, arch, out)
     ptx = kernel.asm["ptx"]
     sys.stdout.write(
         json.dumps(

@@ -14,7 +14,6 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,13 +51,6 @@ class Pointer:
 
     def __getitem__(self, at):
         return Pointer(self.array, np.asarray(self.offset)[at])
-
-
-class Offset(NamedTuple):
-    """An argument that begins some numbers after the first of an array."""
-
-    array: np.ndarray
-    numbers: int
 
 
 class Shared:
@@ -227,15 +219,13 @@ def modules(state: threading.local) -> dict[str, ModuleType]:
     ampere = ModuleType("ampere")
     ampere.async_copy = cp
     ampere.mma_v2 = lambda a, b, acc, input_precision=None: tensor(acc + a @ b)
-    cuda = ModuleType("cuda")
-    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     gluon = ModuleType("gluon")
     gluon.jit, gluon.constexpr_function, gluon.language = Kernel, lambda fn: fn, language
     root = "triton.experimental"
     nvidia = f"{root}.gluon.language.nvidia"
     return {
         root: ModuleType(root), f"{root}.gluon": gluon, f"{root}.gluon.language": language, nvidia: ModuleType(nvidia),
-        f"{nvidia}.ampere": ampere, f"{nvidia}.hopper": hopper, "triton.language.extra.cuda": cuda,
+        f"{nvidia}.ampere": ampere, f"{nvidia}.hopper": hopper,
     }  # fmt: skip
 
 
@@ -266,8 +256,6 @@ class Program:
 def _argument(value):
     if isinstance(value, Matrix):
         return value
-    if isinstance(value, Offset):
-        return Pointer(value.array.reshape(-1), value.numbers)
     return Pointer(value.reshape(-1)) if isinstance(value, np.ndarray) else tensor(np.int64(value))
 
 

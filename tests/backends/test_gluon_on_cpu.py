@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparseconv.geometry.gpu.tiles.schedule import plane_groups
-from tests.backends.gluon_on_cpu import Matrix, Offset, Program
+from tests.backends.gluon_on_cpu import Matrix, Program
 from tests.twins import build_schedule
 
 pytest.importorskip("triton")
@@ -49,37 +49,6 @@ def test_conv_kernel(transposed, rows, density, groups, blocks, stages, bulk, un
         STAGES=stages, UNIT=unit, TRANSPOSED=transposed, HAS_BIAS=True, HAS_RESIDUAL=True,
         ACTIVATION=lambda v: v * 2, BULK=bulk, RESCALE=False,
     )  # fmt: skip
-    np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("turns", [1, 2])
-@pytest.mark.parametrize(("rows", "density"), [(300, 0.3), (513, 0.02)])
-def test_a_chain_of_conv_kernels(transposed, turns, rows, density):
-    """Groups of taps one after another, for half of the output channels, then for the others."""
-    taps, c = 9, 64
-    neighbors, x, bias, residual, w, want = layer(rows, density, 1, taps, c, 8, transposed)
-    got, width = np.full_like(x, np.nan), c // turns
-    schedule = build_schedule(neighbors, taps, 64, groups=plane_groups(taps, 3))
-    for start in range(0, c, width):
-        part = slice(start, start + width)
-        block = w[:, part] if transposed else w[:, :, part]
-        # as a descriptor sees it from the first of its numbers: one row, or column, of the weight after another
-        flat = w.reshape(-1, c)[start:] if transposed else w.reshape(-1, c)[:, part]
-        assert np.shares_memory(block, flat)
-        sums = np.full((rows, width), np.nan, np.float32)
-        for group, fixed in enumerate(schedule.links):
-            leads, follows = group < 2, group > 0
-            operands = (
-                x, Matrix(flat), sums if leads else Offset(got, start), bias[part],
-                sums if follows else Offset(residual, start),
-            )  # fmt: skip
-            launch(
-                schedule, fixed, schedule.num_tiles // 3, operands, 1, (c, width), (64, 32, 32),
-                STAGES=3, UNIT=8, TRANSPOSED=transposed, HAS_BIAS=not follows, HAS_RESIDUAL=True,
-                ACTIVATION=None if leads else lambda v: v * 2, BULK=True, RESCALE=False, ROW=c,
-                LEADS=leads, FOLLOWS=follows,
-            )  # fmt: skip
     np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
 
 
@@ -126,7 +95,7 @@ def launch(schedule, fixed, tiles, operands, groups, channels, blocks, **constan
     group_in, group_out = channels
     unit, row = constants["UNIT"], groups * group_in
     arrays = (each.numpy() if isinstance(each, torch.Tensor) else each for each in fixed.arguments)
-    constants = {"ROW": groups * group_out, "TO_SLOTS": False, "LEADS": False, "FOLLOWS": False, **constants}
+    constants = {"TO_SLOTS": False, **constants}
     program().launch(
         "conv_kernel", tiles * groups * (group_out // blocks[1]), 4, *operands, *arrays,
         row // unit, group_in * row // unit, row // unit,

@@ -137,7 +137,7 @@ def test_the_copy_engine_brings_the_same_weights(dtype, block_n, warps, stages):
         work = work_of(Request(kernel_map, x.device, dtype, 512, 1024), True, transposed)
         for weight in (w, w + 1):  # one step for weights at several addresses
             results = []
-            for config in (plain, replace(plain, bulk=True), replace(plain, bulk=True, in_order=True)):
+            for config in (plain, replace(plain, bulk=True)):
                 out = torch.full(rows.shape, float("nan"), dtype=dtype, device="cuda")
                 step = ConvRecipe(config, work, source, weight, transposed).bind(kernel_map)
                 step(source, weight, out, source, source)
@@ -147,11 +147,10 @@ def test_the_copy_engine_brings_the_same_weights(dtype, block_n, warps, stages):
             assert all(torch.equal(results[0], out) for out in results)
             if half:
                 out, bias = torch.empty_like(rows), torch.linspace(-1, 1, rows.shape[1], device="cuda").to(dtype)
-                for turns in (0, 1, 2):
-                    config = replace(plain, bulk=True, split=3, turns=turns)
-                    step = ConvRecipe(config, work, source, weight, transposed, bias, rows).bind(kernel_map)
-                    step(source, weight, out.fill_(float("nan")), bias, rows)
-                    assert close(out, results[0].double() + bias.double() + rows.double())
+                config = replace(plain, bulk=True, split=3)
+                step = ConvRecipe(config, work, source, weight, transposed, bias, rows).bind(kernel_map)
+                step(source, weight, out.fill_(float("nan")), bias, rows)
+                assert close(out, results[0].double() + bias.double() + rows.double())
 
 
 @pytest.mark.parametrize("split", [1, 3])
@@ -170,7 +169,7 @@ def test_wide_addresses_change_nothing(split):
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(("rows", "channels"), [(3000, 64), (8000, 1024)])  # the second: launches in a chain
+@pytest.mark.parametrize(("rows", "channels"), [(3000, 64), (8000, 1024)])
 def test_a_graph_replays_the_three_verbs(rows, channels):
     backend = TritonImplicitGemm()
     kernel_map = scattered_map(rows, rows, 27, 0.3)

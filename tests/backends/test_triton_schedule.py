@@ -20,8 +20,6 @@ from sparseconv.geometry.gpu.tiles.schedule import (
     plane_groups,
     tap_significance,
 )
-from sparseconv.geometry.gpu.work_lists import schedule_of
-from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu import arena as arenas
 from tests.twins import build_schedule, cut_jobs, gray_rank, retile
 
@@ -95,18 +93,6 @@ def test_a_tile_runs_over_its_live_taps_only():
     schedule = build_schedule(neighbors, 27, 128)
     assert schedule.tile_counts.tolist() == [1, 1, 1, 1]
     assert build_schedule(neighbors, 27, 128, chunk_rows=1).tile_counts.tolist() == [2, 2, 2, 2]
-
-
-@pytest.mark.parametrize("device", ["cuda" if torch.cuda.is_available() else "cpu"])
-def test_tiles_with_about_as_many_taps_stay_in_order(device):
-    neighbors = table(27, 3000, 0.5, 0)
-    neighbors[torch.arange(27)[:, None] >= torch.arange(3000)[None] // 64 * 7 % 27] = -1
-    kernel_map = KernelMap(1000, 3000, 27, neighbors=neighbors.to(device))
-    schedule = schedule_of(kernel_map, 64, in_order=True)
-    counts, order = schedule.tile_counts.cpu(), schedule.tile_order.cpu().long()
-    pairs = counts // 2
-    assert 3 < len(pairs.unique()) < len(counts.unique())
-    assert torch.equal(order, torch.sort(pairs, descending=True, stable=True).indices)
 
 
 def test_retile_keeps_the_rows():

@@ -14,7 +14,6 @@ from sparseconv.backends.base import Backend, Request, with_dense_rows
 from sparseconv.backends.float8 import FLOAT8
 from sparseconv.backends.triton_implicit_gemm.ahead import conv_ahead, weight_grad_ahead
 from sparseconv.backends.triton_implicit_gemm.config import (
-    DEEP,
     PARTIAL_BYTES,
     Work,
     conv_candidates,
@@ -25,7 +24,6 @@ from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
 from sparseconv.backends.triton_implicit_gemm.recipe import (
     are_aligned,
     card_of,
-    density,
     interpreted,
     octave,
     precision_of,
@@ -57,10 +55,8 @@ class TritonImplicitGemm(Backend):
 
     def __init__(self) -> None:
         self._tuner = Tuner()
-        #: what runs for (form of operands, taps, size of the map, device, whether choices are timed, share of pairs)
+        #: what runs for (form of operands, taps, size of the map, device, whether choices are timed)
         self._recipes: dict[tuple[object, ...], ConvRecipe | WeightGradRecipe] = {}
-        #: the last of those that differ in the number of pairs alone
-        self._latest: dict[tuple[object, ...], ConvRecipe | WeightGradRecipe] = {}
 
     def unsupported(self, request: Request) -> str | None:
         """None on a CUDA device for half, bfloat16 and single precision; else why not."""
@@ -178,26 +174,15 @@ class TritonImplicitGemm(Backend):
         step(x, grad_out, out)
         return out
 
-    def gradients(
-        self, x: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`input_grad` and `weight_grad`, that first which takes memory where the other will be."""
-        if 4 * weight.numel() > PARTIAL_BYTES:  # too large for partial sums: of whole taps
-            grad_x = self.input_grad(grad_out, weight, kernel_map, groups)
-            return grad_x, self.weight_grad(x, grad_out, kernel_map, groups)
-        return super().gradients(x, weight, grad_out, kernel_map, groups)
-
     def workspace_bytes(self, request: Request) -> int:
         """The most memory that one verb allocates besides its result, in bytes: fp32 sums, or a copy of the weight."""
         size = 4 * request.kernel_map.num_taps * (request.c_in // max(1, request.groups)) * request.c_out
         copy = size // 4 * request.dtype.itemsize if min(request.c_in, request.c_out) >= 256 else 0
-        rows = max(request.kernel_map.num_in, request.kernel_map.num_out)
-        sums = 4 * rows * max(request.c_in, request.c_out) if max(request.c_in, request.c_out) >= DEEP else 0
-        return max(size + PARTIAL_BYTES, copy, sums)
+        return max(size + PARTIAL_BYTES, copy)
 
     def steady_rows(self, request: Request) -> float:
         """Rows from which on each is summed in one order: as many as keep the card busy, so that no tap is split."""
-        works = (replace(work_of(request, aligned), num_rows=0, num_pairs=0) for aligned in (True, False))
+        works = (replace(work_of(request, aligned), num_rows=0) for aligned in (True, False))
         return max(map(steady_rows, works))
 
     def _conv(
@@ -276,12 +261,7 @@ class TritonImplicitGemm(Backend):
         """
         device = tensors[0].device
         form = (key, kernel_map.num_taps, octave(kernel_map, kind[1]), device, tuning_enabled())
-        guess = self._latest.get(form)
-        if guess is not None:
-            with listing():
-                guess.prepare(kernel_map)  # what it launches runs while the number of pairs is on its way to the host
-        place = (*form, density(kernel_map, kind[1]))
-        recipe = self._recipes.get(place)
+        recipe = self._recipes.get(form)
         if recipe is None:
             work = work_of(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
             candidates = candidates_of(work)
@@ -308,8 +288,7 @@ class TritonImplicitGemm(Backend):
                 )
             recipe = recipe_of(config, work)
             if settled:
-                self._recipes[place] = recipe
-        self._latest[form] = recipe
+                self._recipes[form] = recipe
         step = kernel_map.prepared[key] = _bound(recipe, kernel_map)
         return step
 

@@ -20,12 +20,8 @@ SIZES_AN_OCTAVE = 4
 MOST_OCTAVES = 28
 #: rows from which features no longer fit in the second-level cache together
 FAR_ROWS = 500_000
-#: bytes of features of which too few stay in the second-level cache until the tiles with as many taps are done, and
-#: programs on each multiprocessor from which long tiles may come last, and a launch may take the host longer
-FAR_BYTES, MANY_PROGRAMS = 64 << 20, 10
-#: contracted channels from which products outweigh the sums of taps in groups, and the share of the taps that rows have
-#: from which tiles waste too little for them
-DEEP, DENSE = 1024, 0.75
+#: programs on each multiprocessor from which a launch may take the host longer
+MANY_PROGRAMS = 10
 #: bytes of shared memory that the blocks on one multiprocessor share
 SHARED_BYTES = 227 << 10
 #: bytes of fp32 partial sums of a weight gradient at once: fewer jobs for more
@@ -46,20 +42,15 @@ class ConvConfig:
     weight_copy: bool = False
     #: groups of taps computed apart and added in a fixed order: more programs where rows are few
     split: int = 1
-    #: groups one after another, each adding to the sums of those before it, for so many parts of the output channels in
-    #: turn (plain, or bulk); 0: groups side by side, added at the end
-    turns: int = 0
     #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
     chunked: bool = False
-    #: tiles with about as many taps launched in the order of their rows: neighbours read the same rows while cached
-    in_order: bool = False
     #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
     bulk: bool = False
 
     @property
-    def lists(self) -> tuple[int, int, bool, bool]:
+    def lists(self) -> tuple[int, int, bool]:
         """What its schedule depends on: configurations that agree share one."""
-        return self.block_m, self.split, self.chunked, self.in_order
+        return self.block_m, self.split, self.chunked
 
     @property
     def kernels(self) -> str:
@@ -91,7 +82,6 @@ class Work:
 
     dtype: torch.dtype
     num_rows: int  # output rows
-    num_pairs: int
     num_taps: int
     group_in: int  # channels contracted in one group
     group_out: int  # channels produced in one group
@@ -131,22 +121,6 @@ class Work:
         """Whether rows that meet must run close together, because all of them do not fit in the second-level cache."""
         return self.num_rows >= FAR_ROWS and self.group_in * self.groups <= 128
 
-    @property
-    def density(self) -> float:
-        """Pairs over rows times taps: 1 for a dense grid."""
-        return self.num_pairs / max(1, self.num_rows * self.num_taps)
-
-    @property
-    def spare_bytes(self) -> int:
-        """What this verb may take besides its result, and a step be no larger for it: the gradients that come after it.
-
-        An input gradient goes first where a weight is large, see `TritonImplicitGemm.gradients`.
-        """
-        weight = self.num_taps * self.group_in * self.groups * self.group_out
-        if self.transposed:
-            return self.dtype.itemsize * weight if 4 * weight > PARTIAL_BYTES else 0
-        return self.dtype.itemsize * (weight + self.num_rows * self.group_in * self.groups)
-
     def key(self) -> tuple[object, ...]:
         """What a timed choice depends on: sizes by their order of magnitude, never the exact number of rows."""
         return (
@@ -156,7 +130,6 @@ class Work:
             self.groups,
             self.num_taps,
             round(math.log2(max(1, self.num_rows))),
-            round(8 * self.density),
             self.aligned,
             self.transposed,
             self.precision,
@@ -232,14 +205,7 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
     whole = work.groups == 1 and c_in % block_k == 0 and c_out % block_n == 0
     if wide:
         narrower = replace(tile, block_n=128, warps=4)
-        tile = replace(tile, bulk=whole)
-        found = [tile, narrower]
-        if work.num_rows * c_in * work.dtype.itemsize > FAR_BYTES and load > MANY_PROGRAMS:
-            found.insert(0, replace(tile, in_order=True))
-        turns = turns_that_fit(work, c_out // block_n)
-        if whole and turns and c_in >= DEEP and work.dtype in HALF and work.num_taps >= 9 and work.density < DENSE:
-            found.insert(0, replace(tile, split=3, turns=turns))  # less waste for sums that are written and read
-        return found
+        return [replace(tile, bulk=whole), narrower]
     shallow = replace(tile, stages=2)
     if block_n == 128 and work.dtype not in HALF:
         return [tile, shallow]  # its registers leave two blocks on a multiprocessor, whatever the stages
@@ -249,43 +215,32 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
     return [shallow, tile, replace(narrow, stages=2)]
 
 
-def turns_that_fit(work: Work, blocks: int) -> int:
-    """One turn, or two, over so many blocks of output channels, whose fp32 sums take only spare memory; 0: none do."""
-    sums = 4 * work.num_rows * work.group_out * work.groups
-    return next((turns for turns in (1, 2) if blocks % turns == 0 and sums <= turns * work.spare_bytes), 0)
-
-
 def order_of_sums(config: ConvConfig) -> ConvConfig:
     """What decides how a row is summed: all but which rows run together, and how their operands are brought.
 
     In Gluon the number of rows of a tile changes no instruction; plain Triton may take others for it.
     """
     block_m = 0 if config.gluon else config.block_m
-    return replace(config, block_m=block_m, stages=0, chunked=False, in_order=False, bulk=False)
+    return replace(config, block_m=block_m, stages=0, chunked=False, bulk=False)
 
 
 @lru_cache(maxsize=1024)
 def steady_rows(work: Work) -> float:
     """The number of rows from which on the expected best configuration sums rows in one order, whatever the sizes.
 
-    The sizes of ``work`` itself do not matter. 0: for any number; infinite: the share of pairs always counts.
+    The size of ``work`` itself does not matter. 0: for any number.
 
-    >>> layer = Work(torch.float16, 0, 0, 27, 64, 64, 1, True)
+    >>> layer = Work(torch.float16, 0, 27, 64, 64, 1, True)
     >>> round(steady_rows(layer)), steady_rows(replace(layer, dtype=torch.float32, precision="ieee"))
     (11585, 0.0)
     """
 
-    def orders(octave: int) -> set[ConvConfig]:
-        rows = round(2 ** (octave / SIZES_AN_OCTAVE))
-        sizes = [(rows, round(rows * work.num_taps * share)) for share in (DENSE / 2, 1)]
-        works = [replace(work, num_rows=rows, num_pairs=pairs) for rows, pairs in sizes]
-        return {order_of_sums(conv_candidates(each)[0]) for each in works}
+    def order(octave: int) -> ConvConfig:
+        return order_of_sums(conv_candidates(replace(work, num_rows=round(2 ** (octave / SIZES_AN_OCTAVE))))[0])
 
     octave = MOST_OCTAVES * SIZES_AN_OCTAVE
-    last = orders(octave)
-    if len(last) > 1:
-        return math.inf
-    while octave >= 0 and orders(octave) == last:
+    last = order(octave)
+    while octave >= 0 and order(octave) == last:
         octave -= 1
     return 0.0 if octave < 0 else 2 ** ((octave + 1) / SIZES_AN_OCTAVE)
 

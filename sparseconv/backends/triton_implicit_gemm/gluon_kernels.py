@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparseconv.geometry.gpu.tiles import schedule
 
@@ -87,7 +86,7 @@ def copy_weight(
 @gluon.jit
 def copy_step(
     feats_ptr, weight, a_shared, b_shared, landed, idx, tap, step, steps, n0, stride_feats_n, columns,
-    GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, GROUPS: gl.constexpr, ROW: gl.constexpr,
+    GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, GROUPS: gl.constexpr,
     TRANSPOSED: gl.constexpr, BULK: gl.constexpr, WIDE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Start copying the rows and the weight tile of a step; of one beyond the last, nothing is read."""
@@ -98,7 +97,7 @@ def copy_step(
     k0 = kb * BLOCK_K
     copy_rows(feats_ptr + k0, a_shared, idx, stride_feats_n, columns, GROUP_IN - k0, GROUP_IN % BLOCK_K == 0, WIDE)
     if BULK:
-        row = tap * ROW + n0 if TRANSPOSED else tap * GROUP_IN + k0
+        row = tap * GROUP_OUT + n0 if TRANSPOSED else tap * GROUP_IN + k0
         column = k0 if TRANSPOSED else n0
         mbarrier.expect(landed, BLOCK_K * BLOCK_N * (16 // UNIT), pred=step < steps)
         copy_tile(weight, [row, column], landed, b_shared, pred=step < steps)
@@ -127,17 +126,17 @@ def read_step(
 @gluon.jit
 def places_of(
     out_rows_ptr, first, count, n0, group, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_OUT: gl.constexpr,
-    ROW: gl.constexpr, LAYOUT: gl.constexpr, TO_SLOTS: gl.constexpr, WIDE: gl.constexpr,
+    GROUPS: gl.constexpr, LAYOUT: gl.constexpr, TO_SLOTS: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Where the numbers of a tile lie in rows of ROW numbers, of none in row 0, and which of them there are; in slots
-    there are those of tiles with a live tap, the only ones that are read."""
+    """Where the numbers of a tile lie in the result, of none in row 0, and which of them there are; in slots there are
+    those of tiles with a live tap, the only ones that are read."""
     slots = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
     rows = slots if TO_SLOTS else gl.load(out_rows_ptr + slots)
     there = (slots >= 0) & (count > 0) if TO_SLOTS else rows >= 0
     rows = rows.to(gl.int64) if WIDE else rows
     n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     mask = there[:, None] & ((n >= 0) if GROUP_OUT % BLOCK_N == 0 else (n < GROUP_OUT))[None, :]
-    return (gl.maximum(rows, 0) * ROW)[:, None] + (group * GROUP_OUT + n)[None, :], mask
+    return (gl.maximum(rows, 0) * (GROUPS * GROUP_OUT))[:, None] + (group * GROUP_OUT + n)[None, :], mask
 
 
 @gluon.jit
@@ -154,52 +153,34 @@ def rescaled(acc, residual, numbers_ptr, columns, mask, ALL_OUT: gl.constexpr, H
 def write_tile(
     acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, first, count, n0, group, GROUPS: gl.constexpr,
     GROUP_OUT: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    ACTIVATION: gl.constexpr, ROW: gl.constexpr, TO_SLOTS: gl.constexpr, LEADS: gl.constexpr, FOLLOWS: gl.constexpr,
-    WIDE: gl.constexpr, RESCALE: gl.constexpr,
+    ACTIVATION: gl.constexpr, TO_SLOTS: gl.constexpr, WIDE: gl.constexpr, RESCALE: gl.constexpr,
 ):  # fmt: skip
-    """out[rows] = act(acc + bias + residual), in pieces of 16 bytes; sums, if it LEADS or FOLLOWS, as acc lies.
-
-    With RESCALE float8 of them, see `rescaled`.
-    """
+    """out[rows] = act(acc + bias + residual), in pieces of 16 bytes; with RESCALE float8 of them, see `rescaled`."""
     MMA: gl.constexpr = acc.type.layout
     BLOCK_M: gl.constexpr = acc.shape[0]
     BLOCK_N: gl.constexpr = acc.shape[1]
-    SUMS_ROW: gl.constexpr = GROUPS * GROUP_OUT
+    ALL_OUT: gl.constexpr = GROUPS * GROUP_OUT
     acc_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
     if HAS_BIAS:
         bias = gl.load(bias_ptr + group * GROUP_OUT + acc_n, mask=acc_n < GROUP_OUT, other=0.0)
         acc += bias.to(gl.float32)[None, :]
-    if FOLLOWS:
+    if HAS_RESIDUAL:
         places, mask = places_of(
-            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, SUMS_ROW, MMA, TO_SLOTS, WIDE
-        )  # fmt: skip
-        if GROUP_OUT % BLOCK_N == 0:  # a mask for each number would take the registers of the next ones
-            acc += gl.load(residual_ptr + places)
-        else:
-            acc += gl.load(residual_ptr + places, mask=mask, other=0.0)
-    elif HAS_RESIDUAL:
-        places, mask = places_of(
-            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, ROW, LAYOUT, TO_SLOTS, WIDE
+            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, GROUPS, LAYOUT, TO_SLOTS, WIDE
         )  # fmt: skip
         residual = gl.convert_layout(gl.load(residual_ptr + places, mask=mask, other=0.0), MMA).to(gl.float32)
         if RESCALE:
-            acc = rescaled(acc, residual, bias_ptr, group * GROUP_OUT + acc_n, acc_n < GROUP_OUT, SUMS_ROW, True)
+            acc = rescaled(acc, residual, bias_ptr, group * GROUP_OUT + acc_n, acc_n < GROUP_OUT, ALL_OUT, True)
         else:
             acc += residual
     elif RESCALE:
-        acc = rescaled(acc, acc, bias_ptr, group * GROUP_OUT + acc_n, acc_n < GROUP_OUT, SUMS_ROW, False)
+        acc = rescaled(acc, acc, bias_ptr, group * GROUP_OUT + acc_n, acc_n < GROUP_OUT, ALL_OUT, False)
     if ACTIVATION is not None:
         acc = ACTIVATION(acc)
-    if LEADS:
-        places, mask = places_of(
-            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, SUMS_ROW, MMA, TO_SLOTS, WIDE
-        )  # fmt: skip
-        gl.store(out_ptr + places, acc, mask=mask)
-    else:
-        places, mask = places_of(
-            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, ROW, LAYOUT, TO_SLOTS, WIDE
-        )  # fmt: skip
-        gl.store(out_ptr + places, gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LAYOUT), mask=mask)
+    places, mask = places_of(
+        out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, GROUPS, LAYOUT, TO_SLOTS, WIDE
+    )  # fmt: skip
+    gl.store(out_ptr + places, gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LAYOUT), mask=mask)
 
 
 @gluon.jit
@@ -210,17 +191,14 @@ def conv_kernel(
     GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, PACK: gl.constexpr, GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
-    ROW: gl.constexpr, TO_SLOTS: gl.constexpr, LEADS: gl.constexpr, FOLLOWS: gl.constexpr, WIDE: gl.constexpr,
-    HIDDEN: gl.constexpr, PRECISION: gl.constexpr, BULK: gl.constexpr, RESCALE: gl.constexpr,
+    TO_SLOTS: gl.constexpr, WIDE: gl.constexpr, HIDDEN: gl.constexpr, PRECISION: gl.constexpr, BULK: gl.constexpr,
+    RESCALE: gl.constexpr,
 ):  # fmt: skip
     """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile.
 
     BULK: ``weight`` is the descriptor of a matrix whose rows are those of all taps, cut into whole tiles; the copy
-    engine brings one at a time. Else it is a pointer. FOLLOWS: the residual is what the launch before this one wrote,
-    which had the same operands; products are computed while that one, which LEADS, still runs. See `kernels`.
+    engine brings one at a time. Else it is a pointer. See `kernels`.
     """
-    if LEADS:
-        gdc_launch_dependents()
     stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
     BLOCKS_K: gl.constexpr = (GROUP_IN + BLOCK_K - 1) // BLOCK_K
     BLOCKS_N: gl.constexpr = (GROUP_OUT + BLOCK_N - 1) // BLOCK_N
@@ -261,7 +239,7 @@ def conv_kernel(
     for s in gl.static_range(STAGES - 1):
         copy_step(
             feats_ptr, weight, a_shared.index(s), b_shared.index(s), landed.index(s), idx, tap, s, steps, n0,
-            stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, ROW, TRANSPOSED, BULK, WIDE, UNIT,
+            stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, TRANSPOSED, BULK, WIDE, UNIT,
         )  # fmt: skip
         idx, tap, row = read_step(
             tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, s + 1, count, BLOCKS_K, WIDE
@@ -281,7 +259,7 @@ def conv_kernel(
         ahead = step + STAGES - 1
         copy_step(
             feats_ptr, weight, a_shared.index(fill), b_shared.index(fill), landed.index(fill), idx, tap, ahead, steps,
-            n0, stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, ROW, TRANSPOSED, BULK, WIDE, UNIT,
+            n0, stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, TRANSPOSED, BULK, WIDE, UNIT,
         )  # fmt: skip
         idx, tap, row = read_step(
             tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, ahead + 1, count, BLOCKS_K,
@@ -294,9 +272,7 @@ def conv_kernel(
     if BULK:
         for s in gl.static_range(STAGES):
             mbarrier.invalidate(landed.index(s))
-    if FOLLOWS:
-        gdc_wait()
     write_tile(
         acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, tile * BLOCK_M, count, n0, group, GROUPS, GROUP_OUT,
-        N_LAYOUT, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, TO_SLOTS, LEADS, FOLLOWS, WIDE, RESCALE,
+        N_LAYOUT, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, TO_SLOTS, WIDE, RESCALE,
     )  # fmt: skip

@@ -107,15 +107,14 @@ def rescaled(sums, residual, numbers_ptr, columns, column_ok, ALL_OUT: tl.conste
 def conv_kernel(
     feats_ptr,  # (N_in, GROUPS * GROUP_IN)
     weight_ptr,  # (K, C / G, C'): forward (GROUP_IN, GROUPS * GROUP_OUT), transposed (GROUP_OUT, GROUPS * GROUP_IN)
-    out_ptr,  # (N_out, ROW), or fp32 sums: LEADS (N_out, GROUPS * GROUP_OUT), TO_SLOTS (NP, GROUPS * GROUP_OUT)
-    bias_ptr, residual_ptr,  # (GROUPS * GROUP_OUT,); (N_out, ROW), or FOLLOWS: those of the launch that LEADS
+    out_ptr,  # (N_out, GROUPS * GROUP_OUT), or TO_SLOTS fp32 sums (NP, GROUPS * GROUP_OUT)
+    bias_ptr, residual_ptr,  # (GROUPS * GROUP_OUT,), (N_out, GROUPS * GROUP_OUT)
     neighbors_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, tile_order_ptr,
     num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c, UNIT: tl.constexpr,
     GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROW: tl.constexpr, TO_SLOTS: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WIDE: tl.constexpr,
-    HIDDEN: tl.constexpr, PRECISION: tl.constexpr, RESCALE: tl.constexpr,
+    TO_SLOTS: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr, RESCALE: tl.constexpr,
 ):  # fmt: skip
     """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile.
 
@@ -192,13 +191,12 @@ def conv_kernel(
         rows = tl.load(out_rows_ptr + slots)
         there = rows >= 0
     rows = rows.to(tl.int64) if WIDE else rows
-    address = rows[:, None] * (ALL_OUT if LEADS or TO_SLOTS else ROW) + columns[None, :]
+    address = rows[:, None] * ALL_OUT + columns[None, :]
     mask = there[:, None] & column_ok[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_ok, other=0.0).to(acc.dtype)[None, :]
     if HAS_RESIDUAL:
-        theirs = rows[:, None] * (ALL_OUT if FOLLOWS else ROW) + columns[None, :]
-        residual = tl.load(residual_ptr + theirs, mask=mask, other=0.0)
+        residual = tl.load(residual_ptr + address, mask=mask, other=0.0)
         if RESCALE:
             acc = rescaled(acc, residual, bias_ptr, columns, column_ok, ALL_OUT, True)
         else:

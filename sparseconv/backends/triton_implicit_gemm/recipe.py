@@ -94,12 +94,10 @@ def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
     channels = (request.c_in // groups, request.c_out // groups)
     channels = channels[::-1] if transposed else channels
     num_rows = round(2 ** (octave(kernel_map, transposed) / SIZES_AN_OCTAVE))
-    num_pairs = round(num_rows * kernel_map.num_taps * density(kernel_map, transposed) / 8)
     processors, capability = card_of(request.device) if request.device.type == "cuda" else (132, (0, 0))
     return Work(
         request.dtype,
         num_rows,
-        num_pairs,
         kernel_map.num_taps,
         *channels,
         groups,
@@ -115,13 +113,6 @@ def octave(kernel_map: KernelMap, transposed: bool) -> int:
     """The order of magnitude of the output rows, in parts of a power of two."""
     sizes = kernel_map.part_of or kernel_map
     return round(SIZES_AN_OCTAVE * math.log2(max(1, sizes.num_in if transposed else sizes.num_out)))
-
-
-def density(kernel_map: KernelMap, transposed: bool) -> int:
-    """Eighths of the pairs that there can be."""
-    sizes = kernel_map.part_of or kernel_map
-    rows = sizes.num_in if transposed else sizes.num_out
-    return round(8 * sizes.num_pairs / max(1, rows * kernel_map.num_taps))
 
 
 @functools.cache

@@ -52,9 +52,6 @@ class WeightGradRecipe:
         if not direct:
             self._kept(self._reduction).ahead(device)
 
-    def prepare(self, kernel_map: KernelMap) -> None:
-        """Nothing: jobs are cut by the number of pairs."""
-
     def bind(self, kernel_map: KernelMap) -> Step | Launch:
         """What runs over this map: called with (x, grad_out, out)."""
         jobs = jobs_of(kernel_map, self._max_jobs)

@@ -22,18 +22,17 @@ def schedule_of(
     transposed: bool = False,
     split: int = 1,
     chunked: bool = False,
-    in_order: bool = False,
 ) -> Schedule:
     """The map's schedule at a tile size; transposed: of the reversed edges.
 
     A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
     ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
-    and tiles launched in order. ``in_order``: rows sorted as a whole; tiles with about as many taps launched in the
-    order of their rows. Where every output row has one edge, no tile has two taps and neither makes a difference.
+    and tiles launched in order. Where every output row has one edge, no tile has two taps and neither makes a
+    difference.
     """
     if transposed and kernel_map.mirror is None:
-        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked, in_order)
-    form = ScheduleForm(block_m, transposed, split, chunked, in_order)
+        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked)
+    form = ScheduleForm(block_m, transposed, split, chunked)
     schedules = kernel_map.work_lists.schedules
     schedule = schedules.get(form)
     if schedule is None:
@@ -76,7 +75,7 @@ def _stages() -> tuple[Any, Any, Any, Any]:
 def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
     build, sortless, _, prefetch = _stages()
     if sortless.meets_once(kernel_map):
-        if form.split > 1 or form.chunked or form.in_order:
+        if form.split > 1 or form.chunked:
             return schedule_of(kernel_map, form.block_m)
         return sortless.one_tap_schedule(kernel_map, form.block_m)
     if form.split > 1:
@@ -88,14 +87,12 @@ def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
         base = made or build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
         base = bases.setdefault(form.chunked, base)
     schedule = base if form.block_m == base.block_m else sortless.retile(base, form.block_m)
-    if form.in_order:
-        return schedule.launched(_about_as_many(schedule))
     return _as_they_lie(schedule) if form.chunked and schedule is not base else schedule
 
 
 def _turned(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
     """The schedule of the reversed edges of a map with a mirror symmetry: the same with other weight taps."""
-    straight = schedule_of(kernel_map, form.block_m, False, form.split, form.chunked, form.in_order)
+    straight = schedule_of(kernel_map, form.block_m, False, form.split, form.chunked)
     turned = straight.reversed()
     if turned is not None:
         return turned
@@ -110,17 +107,6 @@ def _as_they_lie(schedule: Schedule) -> Schedule:
     """The same tiles, launched in the order of their rows."""
     order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
     return schedule.launched(order)
-
-
-def _about_as_many(schedule: Schedule) -> torch.Tensor:
-    """The order of launch by half the number of taps, most first; tiles of the same number as they lie.
-
-    Tiles next to each other have like taps, thus on a surface the same direction, and read the same rows.
-    """
-    counts = schedule.tile_counts >> 1
-    order = torch.empty_like(counts)
-    _stages()[0].rank_tiles(counts, order, schedule.neighbors.shape[0] - 1)
-    return order
 
 
 def _mirrored(tile_taps: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:

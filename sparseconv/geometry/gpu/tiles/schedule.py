@@ -68,17 +68,6 @@ class Schedule:
         """What a launch over the tiles takes."""
         return self._launched_in(self.tile_order)
 
-    @cached_property
-    def links(self) -> tuple[Fixed, ...]:
-        """What a launch over the tiles of each group of taps takes, most taps first."""
-        groups = 1 if self.slots is None else self.slots.shape[0]
-        counts = self.tile_counts.view(groups, -1)
-        each = counts.shape[1]
-        order = torch.sort(counts, dim=1, descending=True, stable=True).indices
-        order += each * torch.arange(groups, device=order.device)[:, None]
-        padded = torch.nn.functional.pad(order.to(torch.int32), (0, -each % 4))  # each row begins at 16 bytes
-        return tuple(self._launched_in(group) for group in padded)
-
     def _launched_in(self, order: torch.Tensor) -> Fixed:
         lists = (self.tile_counts, self.tile_rows, self.tile_taps, order)
         return Fixed((self.neighbors, self.out_rows, *lists), (self.num_slots, self.tile_rows.shape[1]))
@@ -121,7 +110,6 @@ class ScheduleForm(NamedTuple):
     transposed: bool = False
     split: int = 1
     chunked: bool = False
-    in_order: bool = False
 
 
 @dataclass(eq=False)
