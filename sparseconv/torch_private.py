@@ -142,8 +142,6 @@ clear_workspaces: Callable[[], None] = private("_C._cuda_clearCublasWorkspaces",
 allows_tf32: Callable[[], bool] = private(
     "_C._get_cublas_allow_tf32", lambda: bool(torch.backends.cuda.matmul.allow_tf32)
 )
-#: keep the card busy for so many cycles
-busy: Callable[[int], None] = private("cuda._sleep", lambda cycles: None)
 #: copy tensors into those of another list, by one kernel on a card where torch can
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private(
     "_foreach_copy_", lambda into, others: [a.copy_(b) for a, b in zip(into, others)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +9,6 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from sparseconv.backends.base import Request  # noqa: E402
-from sparseconv.backends.triton_implicit_gemm import tuning  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     ConvConfig,
@@ -23,7 +19,6 @@ from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
 )
 from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.recipe import interpreted  # noqa: E402
-from sparseconv.backends.triton_implicit_gemm.tuning import first_of_the_fastest  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe  # noqa: E402
 from sparseconv.geometry.gpu import work_lists  # noqa: E402
 from sparseconv.geometry.kernel_map import KernelMap  # noqa: E402
@@ -163,13 +158,6 @@ def test_whole_tiles_of_wide_weights_come_by_the_copy_engine(channels, rows, gro
     assert conv_candidates(work)[0].bulk is wanted
 
 
-def test_the_key_knows_no_exact_number_of_rows():
-    work = Work(torch.float16, 100_000, 27, 64, 64, 1, True)
-    assert work.key() == Work(torch.float16, 101_000, 27, 64, 64, 1, True).key()
-    assert work.key() != Work(torch.float16, 400_000, 27, 64, 64, 1, True).key()
-    assert work.key() != Work(torch.bfloat16, 100_000, 27, 64, 64, 1, True).key()
-
-
 @needs_interpreter
 def test_a_recipe_serves_every_map_of_a_size():
     """A second scene finds what the first one made ready; one of another size makes its own, with the same numbers."""
@@ -203,38 +191,3 @@ def test_a_choice_depends_on_the_size_of_a_map_and_not_on_its_rows():
 
     assert work_of(request(1000, 500), True) == work_of(request(1010, 505), True)
     assert work_of(request(1000, 500), True) != work_of(request(1400, 700), True)
-
-
-def test_a_schedule_of_its_own_is_not_worth_a_few_microseconds() -> None:
-    wide, deep, own = ConvConfig(128, 32, 32, 4, 2), ConvConfig(128, 32, 32, 4, 3), ConvConfig(64, 32, 32, 4, 2)
-    assert wide.lists == deep.lists != own.lists
-    assert first_of_the_fastest([(wide, 0.0200), (deep, 0.0195), (own, 0.0180)]) is deep
-    assert first_of_the_fastest([(wide, 0.0200), (deep, 0.0198), (own, 0.0180)]) is wide
-    assert first_of_the_fastest([(wide, 0.0300), (deep, 0.0240), (own, 0.0180)]) is deep
-    assert first_of_the_fastest([(wide, 0.0400), (deep, 0.0300), (own, 0.0180)]) is own
-    assert first_of_the_fastest([(wide, 0.790), (own, 0.770)]) is own
-    sums, more = (WeightGradConfig(32, 32, pairs, 4, 2, 528) for pairs in (128, 64))
-    assert first_of_the_fastest([(sums, 0.0200), (more, 0.0190)]) is more
-
-
-@pytest.mark.parametrize(("late", "rests"), [(0, [10]), (2, [10, 40, 160]), (9, [10, 40, 160])], ids=str)
-def test_a_sample_for_which_the_host_was_late_is_taken_again(
-    late: int, rests: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[int] = []
-
-    class Event(SimpleNamespace):
-        def record(self) -> None: ...
-
-        def synchronize(self) -> None: ...
-
-        def query(self) -> bool:
-            return len(slept) <= late
-
-        def elapsed_time(self, end: Any) -> float:
-            return 10.0 / len(slept)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(tuning, "busy", slept.append)
-    assert tuning._elapsed(lambda: None, (), 10) == pytest.approx(1 / len(rests))
-    assert slept == [tuning.HEAD_START_CYCLES * rest for rest in rests]

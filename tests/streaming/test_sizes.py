@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,7 +16,6 @@ from sparseconv import nn
 from sparseconv.backends import registry
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.triton_implicit_gemm import backend as triton_backend
-from sparseconv.backends.triton_implicit_gemm import tuning
 from sparseconv.backends.triton_implicit_gemm.backend import work_of
 from sparseconv.backends.triton_implicit_gemm.config import (
     ConvConfig,
@@ -189,17 +187,3 @@ def test_what_decides_the_order_of_sums():
     few, many = Work(torch.float16, 9_000, 27, 64, 64, 1, True), 300_000
     assert conv_candidates(few)[0].split == 3
     assert conv_candidates(replace(few, num_rows=many))[0].split == 1
-
-
-def test_a_block_times_nothing_but_takes_what_was_timed_for_the_whole(monkeypatch):
-    kept: list[int | None] = [None, 1]
-    monkeypatch.setenv("SPARSECONV_AUTOTUNE", "1")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tuning, "_cache_name", lambda *_: "name")
-    monkeypatch.setattr(tuning, "_read", lambda _: kept.pop(0))
-    monkeypatch.setattr(tuning, "_time_all", lambda *_: pytest.fail("a block was timed"))
-    step, tensors = SimpleNamespace(compile=lambda: None), (SimpleNamespace(device=torch.device("cuda", 0)),)
-    tuner, asked = tuning.Tuner(), (("key",), ["expected", "timed"], lambda _: step, tensors)
-    assert tuner.choose(*asked, times=False) == ("expected", False)
-    assert tuner.choose(*asked, times=False) == ("timed", True)
-    assert tuner.choose(*asked) == ("timed", True)

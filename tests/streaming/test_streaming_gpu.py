@@ -185,7 +185,7 @@ class Levels(nn.SparseModule):
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "tf32"])
 @pytest.mark.parametrize("channels", [(32, 64, 128, 256), (16, 256, 1024)])
 def test_convolutions_of_blocks_have_the_bits_of_the_whole(kind, channels, monkeypatch):
-    """Maps of the whole that keep a card busy, and blocks that do not; at 1024 channels pairs count as well."""
+    """Maps of the whole that keep a card busy, and blocks that do not."""
     torch.manual_seed(0)
     before = torch.backends.cuda.matmul.allow_tf32
     dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)

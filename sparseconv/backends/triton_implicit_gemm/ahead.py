@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sparseconv.backends.base import Request
-from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
+from sparseconv.backends.triton_implicit_gemm.config import Work, autotuned, conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
 from sparseconv.backends.triton_implicit_gemm.recipe import are_aligned, work_of
-from sparseconv.backends.triton_implicit_gemm.tuning import considered
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 
 if TYPE_CHECKING:
     from sparseconv.geometry.gpu.ahead import ExpectedMap
     from sparseconv.pointwise import Epilogue
+
+
+def considered(candidates: Sequence[Any]) -> Sequence[Any]:
+    """Those that are compiled ahead: all that are timed; the expected best alone, where none is."""
+    return candidates if autotuned() else candidates[:1]
 
 
 class ExpectedLayer(NamedTuple):

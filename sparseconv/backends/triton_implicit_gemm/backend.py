@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,10 +13,13 @@ import torch
 
 from sparseconv.backends.base import Backend, Request, with_dense_rows
 from sparseconv.backends.float8 import FLOAT8
-from sparseconv.backends.triton_implicit_gemm.ahead import conv_ahead, weight_grad_ahead
+from sparseconv.backends.triton_implicit_gemm.ahead import considered, conv_ahead, weight_grad_ahead
 from sparseconv.backends.triton_implicit_gemm.config import (
     PARTIAL_BYTES,
+    ConvConfig,
+    WeightGradConfig,
     Work,
+    autotuned,
     conv_candidates,
     steady_rows,
     weight_grad_candidates,
@@ -29,7 +33,6 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
     precision_of,
     work_of,
 )
-from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, considered, tuning_enabled
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.cards import refusal
 from sparseconv.geometry.gpu.work_lists import schedule_ahead
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from sparseconv.backends.integers import Rescale
     from sparseconv.pointwise import Epilogue
 
+logger = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, FLOAT8)
 
 
@@ -54,7 +58,6 @@ class TritonImplicitGemm(Backend):
     name: ClassVar[str] = "triton_implicit_gemm"
 
     def __init__(self) -> None:
-        self._tuner = Tuner()
         #: what runs for (form of operands, taps, size of the map, device, whether choices are timed)
         self._recipes: dict[tuple[object, ...], ConvRecipe | WeightGradRecipe] = {}
 
@@ -260,34 +263,29 @@ class TritonImplicitGemm(Backend):
         compile what is likely asked for next, where this has to be compiled too.
         """
         device = tensors[0].device
-        form = (key, kernel_map.num_taps, octave(kernel_map, kind[1]), device, tuning_enabled())
+        form = (key, kernel_map.num_taps, octave(kernel_map, kind[1]), device, autotuned())
         recipe = self._recipes.get(form)
         if recipe is None:
             work = work_of(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
             candidates = candidates_of(work)
-            name = ("weight_grad" if key[0] == "weight_grad" else "conv", *work.key())
 
             def ahead() -> None:
                 for config in considered(candidates):
                     recipe_of(config, work).ahead(kernel_map, device)
-                if name[0] == "conv" and candidates[0].split == 1 and not candidates[0].chunked:
+                if key[0] != "weight_grad" and candidates[0].split == 1 and not candidates[0].chunked:
                     schedule_ahead(kernel_map, candidates[0].block_m)
                 if next_ahead is not None:
                     next_ahead()
 
-            if device.type == "cuda" and not tuning_enabled() and not torch.cuda.is_current_stream_capturing():
+            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if device.type == "cuda" and not capturing:
                 ahead()
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                config, settled = self._tuner.choose(
-                    name,
-                    candidates,
-                    lambda config: _bound(recipe_of(config, work), kernel_map),
-                    tensors,
-                    ahead,
-                    times=kernel_map.part_of is None,
-                )
+                config = candidates[0]
+                if device.type == "cuda" and not capturing and len(candidates) > 1:
+                    config = _chosen(candidates, lambda each: _bound(recipe_of(each, work), kernel_map), tensors)
             recipe = recipe_of(config, work)
-            if settled:
+            if not capturing:
                 self._recipes[form] = recipe
         step = kernel_map.prepared[key] = _bound(recipe, kernel_map)
         return step
@@ -301,6 +299,27 @@ class TritonImplicitGemm(Backend):
             weight_grad_ahead(request, x, out)
         if x.requires_grad:
             conv_ahead(request, out, weight, True)
+
+
+def _chosen(candidates: Sequence[Any], step_of: Callable[[Any], Any], tensors: tuple[torch.Tensor, ...]) -> Any:
+    """The first candidate that this Triton compiles for this GPU; where they are timed, the fastest that it does."""
+    from triton.testing import do_bench  # Triton is loaded where it is used
+
+    times: dict[ConvConfig | WeightGradConfig, float] = {}
+    errors: list[Exception] = []
+    for config in candidates:
+        try:
+            step = step_of(config)
+            step.compile()
+            if not autotuned():
+                return config
+            times[config] = do_bench(partial(step, *tensors), warmup=10, rep=50, return_mode="median")
+        except Exception as error:
+            logger.info("candidate %s dropped: %s", config, error)
+            errors.append(error)
+    if not times:
+        raise errors[0]
+    return min(times, key=times.__getitem__)
 
 
 def _bound(recipe: ConvRecipe | WeightGradRecipe, kernel_map: KernelMap) -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -46,11 +46,6 @@ class ConvConfig:
     chunked: bool = False
     #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
     bulk: bool = False
-
-    @property
-    def lists(self) -> tuple[int, int, bool]:
-        """What its schedule depends on: configurations that agree share one."""
-        return self.block_m, self.split, self.chunked
 
     @property
     def kernels(self) -> str:
@@ -121,21 +116,10 @@ class Work:
         """Whether rows that meet must run close together, because all of them do not fit in the second-level cache."""
         return self.num_rows >= FAR_ROWS and self.group_in * self.groups <= 128
 
-    def key(self) -> tuple[object, ...]:
-        """What a timed choice depends on: sizes by their order of magnitude, never the exact number of rows."""
-        return (
-            str(self.dtype),
-            self.group_in,
-            self.group_out,
-            self.groups,
-            self.num_taps,
-            round(math.log2(max(1, self.num_rows))),
-            self.aligned,
-            self.transposed,
-            self.precision,
-            self.processors,
-            self.capability,
-        )
+
+def autotuned() -> bool:
+    """Whether candidates are timed: where the environment variable SPARSECONV_AUTOTUNE is not 0."""
+    return os.environ.get("SPARSECONV_AUTOTUNE", "0") != "0"
 
 
 def power_of_two(number: int) -> int:
