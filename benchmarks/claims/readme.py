@@ -1,7 +1,7 @@
 """The figures of the README and of docs/benchmarks.md, written from the committed results with their claims.
 
 The README has networks, docs/benchmarks.md has single layers; each between the two marks. They come from
-``h100_clients_networks.json``, ``h200_gpu.json``, ``h200_dtypes_ours.json`` (first gradients), ``h200_network.json``,
+``h100_clients_all.json``, ``h200_gpu.json``, ``h200_dtypes_ours.json`` (first gradients), ``h200_network.json``,
 ``h200_network_beside_spconv.json``, ``cpu.json`` and ``targets.json``.
 The claims in ``benchmarks/claims/claims.json`` are made in the same pass. Claims about the demonstration are written
 by hand and stay.
@@ -26,7 +26,8 @@ BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until 
 #: networks: ours; with spconv in one run, of an engine before
 NETWORKS, NETWORKS_BESIDE, TARGETS = "h200_network.json", "h200_network_beside_spconv.json", "targets.json"
 #: networks of others, unmodified, under both libraries; those that the README shows, as it names them
-CLIENTS, CLIENTS_CARD, LIBRARIES = "h100_clients_networks.json", "NVIDIA H100 80GB HBM3", ("sparseconv", "spconv")
+CLIENTS, CLIENTS_CARD = "h100_clients_all.json", "NVIDIA H100 80GB HBM3"
+LIBRARIES = ("spconv", "sparseconv eager", "sparseconv")
 CLIENTS_SHOWN = {
     "second": "OpenPCDet, VoxelBackBone8x",
     "second_b8": "the same, eight scans",
@@ -116,11 +117,11 @@ class Section:
     def table(self) -> None:
         """The page's lines: one for each cell of the first table of the targets."""
         self.page += [
-            f"One {self.card}, {self.versions}; fp16, sums in fp32; submanifold 3x3x3, rows as given. "
-            "Each cell is milliseconds, **ours / the best other's**. The others are spconv, spconv-triton, FlexGEMM "
-            "and WarpConvNet, measured on such cards in November 2026.",
+            f"One {self.card}, {self.versions}; fp16 with fp32 accumulation; submanifold 3x3x3, rows as given. "
+            "Milliseconds, **sparseconv / fastest other**. The others are spconv, spconv-triton, FlexGEMM and "
+            "WarpConvNet, measured on the same kind of GPU in November 2026.",
             "",
-            "| voxels | C | map | the same, captured | forward | step | step's memory, MiB |",
+            "| voxels | C | map | map, captured | forward | step | memory of a step, MiB |",
             "|---|---|---|---|---|---|---|",
         ]
         before = ""
@@ -154,15 +155,14 @@ class Section:
             return f"{self.quotient(quantity, 'least', device)} to {self.quotient(quantity, 'most', device)}"
 
         captured = span("captured_map")
-        self.page += [f"A captured map is {captured} times as fast as the best other's map.", ""]
+        self.page += [f"In a CUDA graph, a map is {captured} times as fast as the fastest other's.", ""]
         self.lines += [
-            "**Single layers.** The baseline is the best of spconv, spconv-triton, FlexGEMM and WarpConvNet on such "
-            f"a card. A forward is {span('forward')} times as fast, a training step {span('step')} times. A kernel "
-            f"map is {span('map')} times as fast. See [every layer](docs/benchmarks.md#single-layers).",
+            "**Single layers** on that GPU, beside the fastest of spconv, spconv-triton, FlexGEMM and WarpConvNet in "
+            f"each case: {span('forward')} times as fast forward, {span('step')} times in a training step, "
+            f"{span('map')} times for the kernel map ([every layer](docs/benchmarks.md#single-layers)).",
             "",
-            f"**On a CPU** with two cores, in fp32, the baseline is spconv's CPU wheel. A layer's forward is "
-            f"{span('forward', 'cpu')} times as fast, a training step {span('step', 'cpu')} times. See "
-            "[CPU](docs/benchmarks.md#on-a-cpu).",
+            f"**On a CPU** with two cores, fp32, beside spconv's CPU wheel: {span('forward', 'cpu')} times as fast "
+            f"forward, {span('step', 'cpu')} times in a training step ([CPU](docs/benchmarks.md#on-a-cpu)).",
             "",
         ]
         cold = next(
@@ -172,18 +172,20 @@ class Section:
             words = f"first gradient, {_title(cold['case'])}"
             cold_s, second_s = (self.claim(cold, quantity, words) for quantity in ("cold_s", "second_s"))
             self.lines += [
-                f"**First step.** Kernels compile on first use: the first gradient takes {cold_s} s. A second process "
-                f"finds them in Triton's cache and takes {second_s} s.",
+                f"**First call.** Kernels are compiled on first use: the first gradient of a process takes {cold_s} s, "
+                f"and {second_s} s once they are in Triton's cache.",
                 "",
             ]
 
     def clients_table(self) -> None:
-        """The README's table, a line for each network of somebody else's: ours and spconv's."""
+        """The README's table, a line for each network of somebody else's: spconv's, ours eager and accelerated."""
         columns = {"step": "training step", "inference": "inference", "reserved_mib": "memory of a step, MiB"}
         self.lines += [
-            "Milliseconds for new scans, kernel maps included, **sparseconv / spconv**. The code is the authors' own, "
-            "with the import changed and one line added: `sc.accelerate(model)`. One H100, fp16 autocast; a training "
-            "step is forward, loss and gradients.",
+            "Milliseconds per call on new scenes, kernel maps included: **spconv / eager / accelerated**. The networks "
+            "are the authors' files with the import changed; *accelerated* adds one line, `sc.accelerate(model)`. A "
+            "training step is forward, loss and backward of the sparse backbone, without optimizer and dense head. One "
+            "H100, fp16 autocast, PyTorch 2.11, spconv 2.3.8, November 2026; memory is what PyTorch reserves on the "
+            "GPU.",
             "",
             f"| network | voxels | {' | '.join(columns.values())} |",
             "|---" * (2 + len(columns)) + "|",
@@ -192,16 +194,15 @@ class Section:
             voxels = self.of_client("sparseconv", client, title, "voxels")
             cells = []
             for quantity in columns:
-                both = [self.of_client(library, client, title, quantity) or "fails" for library in LIBRARIES]
-                cells.append(" / ".join(both))
+                figures = [self.of_client(library, client, title, quantity) or "fails" for library in LIBRARIES]
+                cells.append(" / ".join(figures))
             self.lines.append(f"| {title} | {voxels} | {' | '.join(cells)} |")
         self.lines += [
             "",
-            "The networks then replay as CUDA graphs, for scenes of any size: [how](docs/nn.md"
-            "#accelerated-one-line-for-a-whole-model), [ten networks](docs/performance.md#capture). spconv "
-            "fails where it finds no algorithm for fp16. Memory is what torch holds of the card: graphs keep theirs "
-            "between steps, for the largest scene. Without a graph, Python on the host sets the pace of both "
-            "libraries, and they are about equally fast.",
+            "Eager, both libraries are CPU-bound on such scenes, and their times depend on the server. Accelerated, "
+            "the network and its kernel maps are replayed as CUDA graphs, which keep memory sized for the largest "
+            "scene: see [compiling whole networks](docs/compile.md). spconv finds no fp16 algorithm for SpUNet-34C's "
+            "inference.",
             "",
         ]
 
@@ -231,9 +232,9 @@ class Section:
 
         parameters = self.claim(ours[0], "parameters", "U-Net", text=f"{ours[0]['parameters'] / 1e6:.2f} M")
         self.lines += [
-            f"**Our own U-Net** of {parameters} parameters, one {self.card}: a captured training step takes "
-            f"{span(ours, 'captured_step')} on four scans, spconv's {span(theirs, 'step')}. See "
-            "[networks](docs/benchmarks.md#networks).",
+            f"**`nn.UNet`** of {parameters} parameters on one {self.card}: a captured training step takes "
+            f"{span(ours, 'captured_step')} on four scans, spconv's {span(theirs, 'step')} "
+            "([networks](docs/benchmarks.md#networks)).",
             "",
         ]
 

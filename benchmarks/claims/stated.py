@@ -109,12 +109,12 @@ def _in_row(row: dict[str, Any], case: str, channels: int, quantity: str) -> flo
 
 
 def of_client(record: str, asked: dict[str, Any]) -> float | None:
-    """A figure in a file of ``benchmarks.clients``: spconv's, or ours accelerated; ``voxels`` is the first scene's."""
-    library = asked["implementation"].partition(",")[0]
+    """A figure of ``benchmarks.clients``: spconv's, ours eager or accelerated; ``voxels`` is the first scene's."""
+    library, *eager = asked["implementation"].partition(",")[0].split()
     for run in json.loads((benchmarks.RESULTS / record).read_text())["runs"].values():
         for row in run["rows"]:
             kind = (row["library"], row["client"], row["dtype"], row["accelerated"])
-            if kind == (library, asked["case"], asked["dtype"], library == "sparseconv"):
+            if kind == (library, asked["case"], asked["dtype"], library == "sparseconv" and not eager):
                 found = row.get(asked["quantity"])
                 if isinstance(found, dict):
                     return float(found["ms"])

@@ -1,4 +1,4 @@
-"""The page about other libraries names what there is, and its figures are the networks'."""
+"""The pages about other libraries name what there is, and their figures are the networks'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
 from sparseconv.nn.models.spunet import SpUNet
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "interop.md").read_text()
+PAGES = [ROOT / "docs" / "interop.md", ROOT / "docs" / "checkpoints.md", *(ROOT / "docs" / "projects").glob("*.md")]
+PAGE = "\n".join(page.read_text() for page in PAGES)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
