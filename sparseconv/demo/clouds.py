@@ -10,13 +10,14 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from sparseconv.demo import arrays, headers
+from sparseconv.demo import arrays
+from sparseconv.demo.foreign import PACKAGES
 from sparseconv.files import most_bytes, run_apart
 
-#: who reads a format whose own package is needed
-PACKAGES = {".ply": "plyfile", ".pcd": "pypcd4", ".las": "laspy", ".laz": "laspy"}
 #: seconds that such a reader may take, and bytes of a file that it may read in one more
 PATIENCE, PACE = 30.0, 1 << 20
+#: memory of such a reader that does not grow with its file
+FIXED = 256 << 20
 
 
 def read_cloud(path: str | Path, *, drop_nonfinite: bool = False, columns: int | None = None) -> torch.Tensor:
@@ -97,23 +98,20 @@ def _checked(points: np.ndarray, path: Path, drop_nonfinite: bool) -> torch.Tens
 
 
 def _foreign(path: Path) -> np.ndarray:
-    """What `foreign.py` reads in its own process, once the header asks for no more than the file can hold."""
-    ending = path.suffix.lower()
-    name = PACKAGES[ending]
+    """What `foreign.py` reads in a process of its own, whose memory and time follow from the size of the file."""
+    ending, size = path.suffix.lower(), path.stat().st_size
     try:
-        package = import_module(name)
+        package = import_module(PACKAGES[ending])
     except ImportError:
-        raise ImportError(f"{ending} files are read with {name}: pip install 'sparseconv[demo]'") from None
+        raise ImportError(f"{ending} files are read with {PACKAGES[ending]}: pip install 'sparseconv[demo]'") from None
     if ending == ".laz" and not package.LazBackend.detect_available():
         raise ImportError(".laz files need a decompressor: pip install 'sparseconv[demo]'")
-    headers.CHECKS[ending](path)
     script = Path(__file__).with_name("foreign.py")
     with TemporaryDirectory(prefix="sparseconv_cloud_") as folder:
         out = Path(folder) / "points.npy"
-        size = path.stat().st_size
-        memory = 2 * most_bytes(size) + headers.FIXED
+        memory = 2 * most_bytes(size) + FIXED
         run_apart(script, [ending, str(path), str(out), str(memory)], PATIENCE + size / PACE)
-        return arrays.read_npy(out)
+        return np.load(out)
 
 
 READERS: dict[str, Callable[[Path], np.ndarray]] = {

@@ -1,4 +1,4 @@
-"""Readers of .las, .laz, .pcd and .ply that run apart: a script, which imports nothing of the package.
+"""Reads a .las, .laz, .pcd or .ply in a process of its own: a script, which imports nothing of the package.
 
     foreign.py KIND IN OUT BYTES
 
@@ -6,67 +6,58 @@ reads IN under a limit of BYTES of memory beyond what it takes to start, and wri
 .npy. What is wrong becomes the last line on stderr and exit status 1.
 """
 
-from __future__ import annotations
-
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-
-def _ply(path: str) -> np.ndarray:
-    import plyfile
-
-    data = plyfile.PlyData.read(path)
-    if "vertex" not in data or not {"x", "y", "z"} <= {p.name for p in data["vertex"].properties}:
-        raise ValueError("it has no vertices with x, y and z")
-    return np.stack([np.asarray(data["vertex"][axis], np.float64) for axis in "xyz"], 1)
-
-
-def _pcd(path: str) -> np.ndarray:
-    import pypcd4
-
-    cloud = pypcd4.PointCloud.from_path(path)
-    if not {"x", "y", "z"} <= set(cloud.fields):
-        raise ValueError(f"it has no x, y and z, only {', '.join(cloud.fields)}")
-    return np.asarray(cloud.numpy(("x", "y", "z")), np.float64)
-
-
-def _las(path: str) -> np.ndarray:
-    import laspy
-
-    return np.asarray(laspy.read(path).xyz, np.float64)
-
-
-READERS = {".ply": _ply, ".pcd": _pcd, ".las": _las, ".laz": _las}
 PACKAGES = {".ply": "plyfile", ".pcd": "pypcd4", ".las": "laspy", ".laz": "laspy"}
 
 
-def _bound(memory: int) -> None:
-    """Limit the address space to what is used now and ``memory`` more, where the system keeps such a limit."""
+def read(kind: str, path: str, package: Any) -> tuple[np.ndarray, int]:
+    """Positions (M, 3), and how many of them the header counts."""
+    if kind == ".ply":
+        data = package.PlyData.read(path)
+        if "vertex" not in data or not {"x", "y", "z"} <= {p.name for p in data["vertex"].properties}:
+            raise ValueError("it has no vertices with x, y and z")
+        return np.stack([np.asarray(data["vertex"][axis], np.float64) for axis in "xyz"], 1), data["vertex"].count
+    if kind == ".pcd":
+        cloud = package.PointCloud.from_path(path)
+        if not {"x", "y", "z"} <= set(cloud.fields):
+            raise ValueError(f"it has no x, y and z, only {', '.join(cloud.fields)}")
+        return np.asarray(cloud.numpy(("x", "y", "z")), np.float64), cloud.points
+    with Path(path).open("rb") as file:
+        records = int.from_bytes(file.read(104)[100:], "little")
+    if 54 * records > Path(path).stat().st_size:  # laspy would go through them all
+        raise ValueError(f"its header counts {records:,} variable length records, more than the file can hold")
+    found = package.read(path)
+    return np.asarray(found.xyz, np.float64), found.header.point_count
+
+
+def main(kind: str, path: str, out: str, memory: str) -> int:
+    """Read one file; 0, or 1 after a line on stderr."""
+    package = import_module(PACKAGES[kind])
     try:
         import resource
 
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = used + memory if hard == resource.RLIM_INFINITY else min(hard, used + memory)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    except (ImportError, OSError):
-        return
-
-
-def main(kind: str, path: str, out: str, memory: str) -> int:
-    """Read one file; 0, or 1 after a line on stderr."""
-    __import__(PACKAGES[kind])
-    _bound(int(memory))
+        limit = used + int(memory)
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(hard, limit), hard))
+    except (ImportError, OSError):  # a system without such limits
+        pass
     try:
-        np.save(out, READERS[kind](path))
-    except MemoryError:
-        sys.stderr.write(f"\nit asks for more than {int(memory):,} bytes of memory\n")
-        return 1
+        points, count = read(kind, path, package)
+        if len(points) != count:
+            raise ValueError(f"its header counts {count:,} points; it holds {len(points):,}")
+        np.save(out, points)
     except BaseException as error:
-        said = (str(error).strip().splitlines() or [""])[-1]
-        sys.stderr.write(f"\n{said or type(error).__name__}\n")
+        said = (str(error).strip().splitlines() or [""])[-1] or type(error).__name__
+        if isinstance(error, MemoryError):
+            said = f"it asks for more than {int(memory):,} bytes of memory"
+        sys.stderr.write(f"\n{said}\n")
         return 1
     return 0
 

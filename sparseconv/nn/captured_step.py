@@ -6,17 +6,47 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.streams import current
 from sparseconv.nn.captured import Captured
-from sparseconv.nn.fused.cross_entropy import FasterLoss
 from sparseconv.nn.results import Scene, apart_in_memory, clear_where
 from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+
+class LossByRows(TorchFunctionMode):
+    """Within it `cross_entropy` of rows of classes on a GPU sums the losses of the rows, with gradients by row.
+
+    With a reduction, torch's kernel adds up all rows in a single block. The numbers are equal up to the order of sums.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        by_rows = function is torch.nn.functional.cross_entropy and all(t.is_cuda for t in args[:2])
+        return (cross_entropy_by_rows if by_rows else function)(*args, **(kwargs or {}))
+
+
+def cross_entropy_by_rows(
+    input: Float[torch.Tensor, "N C"],
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy`; of (N, C) and (N,), without weights and smoothing, row by row."""
+    is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    if not is_plain or reduction == "none" or input.ndim != 2 or target.shape != input.shape[:1]:
+        more = weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        return torch.nn.functional.cross_entropy(input, target, *more)
+    total = torch.nn.functional.cross_entropy(input, target, ignore_index=ignore_index, reduction="none").sum()
+    return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
 def capture_step(
@@ -98,7 +128,7 @@ class CapturedStep(Captured):
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with self._autocast():
                 output = self.network(scene)
-                with FasterLoss():
+                with LossByRows():
                     loss = self._loss(output, targets)
                 del output
             if scene.grid.fault is not None:  # no gradient goes through the NaN
