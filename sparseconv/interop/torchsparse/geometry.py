@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,12 @@ def window(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:
     back = {"dilation": dilation[::-1], "padding": tuple(p * d for p, d in zip(padding, dilation))[::-1]}
     if math.prod(kernel) % 2:
         return {"kernel_size": kernel[::-1], **back}
-    return {"taps": tuple(tap[::-1] for tap in itertools.product(*map(range, kernel))), **back}
+    return {"taps": tuple(tap[::-1] for tap in _taps(kernel)), **back}
+
+
+def _taps(kernel: Ints) -> itertools.product[Ints]:
+    """The taps of an even number of them in the order of a layer's weight, the last axis fastest."""
+    return itertools.product(*map(range, kernel))
 
 
 class Modes(NamedTuple):
@@ -82,6 +88,8 @@ def strided(
     if modes.centred and (tiles(kernel, stride) or modes.downsample == "minkowski"):
         coarse = ConvolutionPlan(grid, steps, stride=steps, padding=0).target
         return ConvolutionPlan(grid, stride=steps, target=coarse, **window(kernel, shift, dilation)), spatial_range
+    if grid.batch_size > 1 and (spatial_range is None or get_version() is Version.LAST):
+        _warn_of_mates()
     if get_version() is Version.LAST:
         centred = window(kernel, shift, dilation)
         plan = ConvolutionPlan(grid, stride=steps, target="full", **centred)
@@ -103,6 +111,27 @@ def strided(
     return plan, None if spatial_range is None else (spatial_range[0], *shape)
 
 
+#: versions whose bound a process was warned of
+_WARNED: set[Version] = set()
+
+
+def _warn_of_mates() -> None:
+    """Warn, once, that outputs of one batch item depend on the others."""
+    version = get_version()
+    if version in _WARNED:
+        return
+    _WARNED.add(version)
+    if version is Version.LAST:
+        where, advice = "begin at the least coordinates", "a kernel size that is the stride has no such bound"
+    else:
+        where, advice = "end at the extent", "give the SparseTensor a spatial_range, (batch items, cells of the axes)"
+    warnings.warn(
+        f"as in torchsparse, the outputs of a strided layer {where} of the whole batch, so that those of one item "
+        f"depend on the others: {advice}",
+        stacklevel=5,
+    )
+
+
 def tiles(kernel: Ints, stride: Ints) -> bool:
     """Whether windows lie side by side on every axis that a layer strides."""
     return all(s in (1, k) for s, k in zip(stride, kernel))
@@ -121,11 +150,18 @@ def generated(
 ) -> ConvolutionPlan:
     """The plan of a generative layer: a convolution over the voxels stride * c, onto all that its window reaches.
 
+    An axis of an even kernel reaches what the strided layer of that kernel saw: 2 * c and 2 * c + 1 for two taps at
+    stride 2, the first tap the former. On odd axes taps go the other way, as torchsparse's do.
+
     Outputs outside of the spatial range are moved to its border, where they are one voxel with those that are there.
     """
     finer = VoxelGrid(scaled(grid, stride[::-1]), grid.batch_size)
     shift = tuple((k - 1) // 2 for k in kernel)
     found = window(kernel, shift, dilation)
+    if "taps" in found:  # input = output + dilation * tap
+        even = [k % 2 == 0 for k in kernel]
+        taps = (tuple(s - t if e else t - s for t, s, e in zip(tap, shift, even)) for tap in _taps(kernel))
+        found = {"taps": tuple(tap[::-1] for tap in taps), "dilation": dilation[::-1], "padding": 0}
     reached = ConvolutionPlan(finer, target="full", **found)
     if spatial_range is None:
         return reached

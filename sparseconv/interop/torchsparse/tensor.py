@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,45 @@ from sparseconv.interop.torchsparse.conventions import (
 from sparseconv.kinds import check_kind, check_tensor, check_values
 
 Ints = tuple[int, ...]
+#: the stride of a tensor: whole numbers, and fractions where a generative layer divided it with a remainder
+Strides = tuple[int | Fraction, ...]
+
+
+def strides(value: Any) -> Strides:
+    """A tensor's stride, one number an axis; only fractions are not whole."""
+    several = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not any(isinstance(step, Fraction) for step in several):
+        return tuple(axes(value, 3, "stride", 1))
+    if len(several) not in (1, 3) or not all(isinstance(step, (int, Fraction)) and step > 0 for step in several):
+        raise ValueError(f"stride must be one number above 0 or 3 of them; got {value}")
+    return tuple(_simplest(Fraction(step)) for step in (several if len(several) == 3 else several * 3))
+
+
+def divided(stride: Strides, steps: Ints) -> Strides:
+    """The stride of the finer side of a layer; nothing is rounded, so that each level has a stride of its own."""
+    return tuple(Fraction(a) / b if a % b else int(a // b) for a, b in zip(stride, steps))
+
+
+def multiplied(stride: Strides, steps: Ints) -> Strides:
+    """The stride of the coarser side of a layer."""
+    return tuple(_simplest(a * b) for a, b in zip(stride, steps))
+
+
+def _whole(stride: Strides) -> Ints:
+    """A stride that coordinates are multiples of, as in versions 1.4 and 2.0."""
+    steps = tuple(step for step in stride if isinstance(step, int))
+    if len(steps) != len(stride):
+        raise ValueError(f"coordinates are multiples of the stride, which must be whole; got {written(stride)}")
+    return steps
+
+
+def written(stride: Strides) -> str:
+    """A stride in a message, fractions as 1/2."""
+    return f"({', '.join(map(str, stride))})"
+
+
+def _simplest(step: int | Fraction) -> int | Fraction:
+    return int(step) if isinstance(step, Fraction) and step.denominator == 1 else step
 
 
 class TensorCacheMode(Enum):
@@ -30,15 +70,15 @@ class TensorCacheMode(Enum):
     GLOBAL_TENSOR_CACHE = 1
 
 
-class CoordinateMaps(dict[Ints, Any]):
+class CoordinateMaps(dict[Strides, Any]):
     """Stride -> (coords, spatial range), or coords alone as torchsparse 1.4 and 2.0 keep them; and grids of them."""
 
     def __init__(self, known: Any = ()) -> None:
         super().__init__(known)
         #: grids by stride, each with the coordinates that it was made of, their version and values
-        self.grids: dict[Ints, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]] = {}
+        self.grids: dict[Strides, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]] = {}
 
-    def pair(self, stride: Ints) -> tuple[torch.Tensor, Ints | None] | None:
+    def pair(self, stride: Strides) -> tuple[torch.Tensor, Ints | None] | None:
         """Coordinates and range at a stride, None where they are not known."""
         known = self.get(stride)
         return (known, None) if isinstance(known, torch.Tensor) else known
@@ -57,7 +97,7 @@ class TensorCache:
         self.hashmaps: dict[Any, Any] = {}
 
     @property
-    def grids(self) -> dict[Ints, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]]:
+    def grids(self) -> dict[Strides, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]]:
         return self.cmaps.grids
 
 
@@ -106,7 +146,7 @@ class SparseTensor:
         feats: (N, C); a numpy array, too, until tensors are collated.
         coords: (N, 4) int32, one row a voxel, (batch, x, y, z) in units of the stride; (x, y, z, batch) and multiples
             of the stride after `set_version` ``("2.0")``. Without the batch, (N, 3), until tensors are collated.
-        stride: one integer or one an axis.
+        stride: one integer or one an axis; below 1 a `Fraction`, of what a generative layer makes of stride 1.
         spatial_range: (batch items, cells of the axes x, y, z) or None.
 
     >>> x = SparseTensor(torch.ones(2, 1), torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]]).int())
@@ -122,7 +162,7 @@ class SparseTensor:
                 check_tensor(name, rows, "or a numpy array until tensors are collated")
         self.feats = feats
         self.coords = own(coords) if isinstance(coords, torch.Tensor) and coords.is_inference() else coords
-        self.stride = tuple(axes(stride, 3, "stride", 0))
+        self.stride = strides(stride)
         self.spatial_range: Ints | None = None
         if spatial_range is not None:
             self.spatial_range = tuple(axes(spatial_range, 4, "spatial_range", 1))
@@ -147,12 +187,12 @@ class SparseTensor:
         self.coords = coords
 
     @property
-    def s(self) -> Ints:
+    def s(self) -> Strides:
         return self.stride
 
     @s.setter
     def s(self, stride: Any) -> None:
-        self.stride = tuple(axes(stride, 3, "stride", 0))
+        self.stride = strides(stride)
 
     @property
     def cmaps(self) -> dict:
@@ -268,7 +308,7 @@ class PointTensor:
 # ---- coordinates
 
 
-def inner(coords: torch.Tensor, stride: Ints) -> torch.Tensor:
+def inner(coords: torch.Tensor, stride: Strides) -> torch.Tensor:
     """Coordinates (N, 4) as a grid counts them: the batch first, the axes backwards, in units of the stride."""
     check_values("coords", coords, "(N, 4), three axes and the batch")
     if coords.ndim != 2 or coords.shape[1] != 4:
@@ -276,15 +316,15 @@ def inner(coords: torch.Tensor, stride: Ints) -> torch.Tensor:
     if get_version() is Version.LAST:
         turned = coords.flip(1)
         if any(s != 1 for s in stride):
-            turned = torch.div(turned, row((1, *reversed(stride)), turned), rounding_mode="floor")
+            turned = torch.div(turned, row((1, *reversed(_whole(stride))), turned), rounding_mode="floor")
         return turned
     return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
 
 
-def outer(grid: VoxelGrid, stride: Ints) -> torch.Tensor:
+def outer(grid: VoxelGrid, stride: Strides) -> torch.Tensor:
     """`inner` undone: coordinates (N, 4) int32 as the client knows them."""
     if get_version() is Version.LAST:
-        return scaled(grid, stride[::-1]).flip(1)
+        return scaled(grid, _whole(stride)[::-1]).flip(1)
     return torch.cat([grid.coords[:, :1], grid.coords[:, 1:].flip(1)], 1)
 
 

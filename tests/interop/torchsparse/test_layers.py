@@ -7,6 +7,8 @@ import itertools
 import pickle
 import subprocess
 import sys
+import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -235,6 +237,89 @@ def test_generative_layers():
     assert y.kmaps == {}
     again = spnn.Conv3d(4, 4, 3).double()(y)
     assert again.C is y.C
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [((2, 2, 2), 2), ((4, 4, 4), 2), ((2, 3, 1), (2, 2, 1)), ((2, 2, 2), 1)])
+def test_generative_layers_of_even_kernels_reach_what_the_strided_layer_saw(kernel, stride):
+    """Even axes as torch's transposed convolution has them; odd ones the other way round, as torchsparse."""
+    feats, coords = cloud(n=12, low=2)
+    x = SparseTensor(feats.requires_grad_(), coords, 4)
+    layer = spnn.Conv3d(3, 4, kernel, stride, transposed=True, generative=True).double()
+    y = layer(x)
+    steps = layer.stride
+    moves = {
+        tap: tuple((k - 1) // 2 - t if k % 2 else t - (k - 1) // 2 for t, k in zip(tap, kernel)) for tap in taps(kernel)
+    }
+    wanted = {}
+    for (item, *at), values in zip(coords.tolist(), feats):
+        for number, tap in enumerate(taps(kernel)):
+            fine = (item, *(s * c + m for s, c, m in zip(steps, at, moves[tap])))
+            wanted[fine] = wanted.get(fine, 0) + values @ layer.kernel[number]
+    assert sorted(y.C.tolist()) == sorted(map(list, wanted))
+    assert torch.allclose(y.F, torch.stack([wanted[tuple(c)] for c in y.C.tolist()]))
+    assert y.stride == tuple(4 // s for s in steps)
+
+
+def test_levels_below_stride_1_have_strides_of_their_own():
+    F.set_kmap_mode("hashmap")
+    up = spnn.Conv3d(1, 1, 3, 2, transposed=True, generative=True)
+    down, same = spnn.Conv3d(1, 1, 2, 2), spnn.Conv3d(1, 1, 3)
+    x = SparseTensor(torch.ones(1, 1), torch.tensor([[0, 3, 3, 3]]).int(), spatial_range=(1, 32, 32, 32))
+    y = up(x)
+    z = up(y)
+    assert (y.s, z.s) == ((Fraction(1, 2),) * 3, (Fraction(1, 4),) * 3)
+    coarse = [down(y), down(down(z))]
+    assert [len(c.C) for c in coarse] == [8, 8]
+    assert [c.s for c in coarse] == [(1, 1, 1)] * 2
+    assert all(c.stride == (1, 1, 1) and isinstance(c.stride[0], int) for c in coarse)
+    assert same(y).s == y.s
+    assert sorted(y.cmaps) == [(Fraction(1, 4),) * 3, (Fraction(1, 2),) * 3, (1, 1, 1)]
+    again = SparseTensor(y.F, y.C, y.s, y.spatial_range)
+    assert torch.equal(down(again).C, coarse[0].C)
+    assert up(SparseTensor(x.F, x.C, 3)).s == (Fraction(3, 2),) * 3
+    with pytest.raises(ValueError, match=r"stride \(1/2, 1/2, 1/2\)"):
+        spnn.Conv3d(1, 1, 2, 2, transposed=True)(SparseTensor(x.F, x.C))
+    torchsparse.set_version("2.0")
+    with pytest.raises(ValueError, match="whole"):
+        same(SparseTensor(x.F, x.C, (Fraction(1, 2), 1, 1)))
+    for wrong in (0, -1, (1, 0, 1), (Fraction(-1, 2),) * 3, (Fraction(1, 2),) * 2):
+        with pytest.raises(ValueError, match="stride must be"):
+            SparseTensor(x.F, x.C, wrong)
+
+
+def test_a_transposed_layer_undoes_no_map_of_other_voxels():
+    down, up = spnn.Conv3d(3, 3, 2, stride=2).double(), spnn.Conv3d(3, 3, 2, stride=2, transposed=True).double()
+    x = tensor()
+    first = down(x)
+    x.C = torch.cat([x.C[:, :1], x.C[:, 1:] + 8], 1)
+    second = down(x)
+    assert len(first.F) == len(second.F)
+    with pytest.raises(ValueError, match="led to other voxels"):
+        up(first)
+    assert torch.equal(up(second).C, x.C)
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.1"])
+def test_a_batch_whose_items_share_a_bound_is_told_of_once(version, monkeypatch):
+    """The outputs of an item end where the largest of the batch does."""
+    monkeypatch.setattr("sparseconv.interop.torchsparse.geometry._WARNED", set())
+    torchsparse.set_version(version)
+    order = [0, 1, 2, 3] if version == "2.1" else [1, 2, 3, 0]
+    coords = torch.tensor([[0, 3, 3, 3], [1, 5, 5, 5], [1, 0, 0, 0]], dtype=torch.int32)[:, order]
+    feats, layer = torch.ones(3, 1), spnn.Conv3d(1, 1, 3, 2)
+    item = coords[:, order.index(0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = layer(SparseTensor(feats[:1], coords[:1]))
+        if version == "2.1":
+            layer(SparseTensor(feats, coords, spatial_range=(2, 6, 6, 6)))
+    with pytest.warns(UserWarning, match="depend on the others"):
+        both = layer(SparseTensor(feats, coords))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(SparseTensor(feats, coords))
+    assert int((both.C[:, order.index(0)] == 0).sum()) > len(alone.C)
+    assert int((item == 0).sum()) == 1
 
 
 def test_the_coordinates_of_older_versions():

@@ -14,7 +14,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import axes, whole
 from sparseconv.interop.torchsparse.conventions import Version, get_version
-from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner, outer
+from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner, multiplied, outer
 from sparseconv.ops.points import PointGroups
 from sparseconv.ops.pooling import sum_pool
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -98,7 +98,7 @@ class ToBEVConvolution(_Kernels):
             coarse, rows = torch.unique(coords, dim=0, return_inverse=True)
             total = PointGroups(rows, len(coarse)).reduce(total, "sum")
             columns = VoxelGrid(coarse, columns.batch_size)
-        steps = tuple(step * self.stride for step in input.stride)
+        steps = multiplied(input.stride, (self.stride,) * 3)
         return SparseTensor(total, outer(columns, steps), steps)
 
 

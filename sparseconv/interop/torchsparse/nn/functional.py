@@ -21,7 +21,17 @@ from sparseconv.interop.torchsparse.conventions import (
 )
 from sparseconv.interop.torchsparse.nn import conv_config
 from sparseconv.interop.torchsparse.nn.conv_config import Dataflow
-from sparseconv.interop.torchsparse.tensor import SparseTensor, TensorCache, checked, inner, outer
+from sparseconv.interop.torchsparse.tensor import (
+    SparseTensor,
+    Strides,
+    TensorCache,
+    checked,
+    divided,
+    inner,
+    multiplied,
+    outer,
+    written,
+)
 from sparseconv.kinds import check_values
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
@@ -99,21 +109,28 @@ def conv3d(
         product = input.feats @ weight.reshape(weight.shape[-2:])
         return input.like(product if bias is None else product + bias.to(product.dtype))
     taps = weight if weight.ndim == 3 else weight[None]
-    finer = tuple(a // b for a, b in zip(input.stride, steps))
+    finer = divided(input.stride, steps)
     if transposed and not generative:
         plan = caches.kmaps.get((finer, kernel, steps, gap))
         known = caches.cmaps.pair(finer)
         if plan is None or known is None:
             raise ValueError(
-                f"no layer before this one went from stride {finer} with kernel size {kernel}, stride {steps} and "
-                f"dilation {gap}: a transposed layer undoes such a layer; there are {sorted(caches.kmaps) or 'none'}"
+                f"no layer before this one went from stride {written(finer)} with kernel size {kernel}, stride {steps} "
+                f"and dilation {gap}: a transposed layer undoes such a layer; there are {_listed(caches.kmaps)}"
+            )
+        if plan.target is not input.grid and not torch.equal(plan.target.coords, input.grid.coords):
+            raise ValueError(
+                f"the layer that went from stride {written(finer)} with kernel size {kernel}, stride {steps} and "
+                f"dilation {gap} led to other voxels ({len(plan.target)}) than the input's ({len(input.grid)}): a "
+                "transposed layer undoes a layer on the same voxels"
             )
         feats = plan.transpose().execute(input.feats, taps, bias)
         return _made(input, feats, _coords_of(plan.source, known[0], caches, finer), finer, known[1])
     if generative:
-        if 0 in finer and get_version() is Version.LAST:
+        if get_version() is Version.LAST and not all(isinstance(axis, int) for axis in finer):
             raise ValueError(
-                f"coordinates are multiples of the stride, which a generative layer divides: {input.stride} by {steps}"
+                "coordinates are multiples of the stride, which a generative layer divides without a remainder: "
+                f"{written(input.stride)} by {steps}"
             )
         plan = geometry.generated(input.grid, kernel, steps, gap, input.spatial_range)
         feats = plan.execute(input.feats, taps, bias)
@@ -124,17 +141,18 @@ def conv3d(
         made.keep(plan.target)
         return made
     caches.cmaps.setdefault(input.stride, (input.coords, input.spatial_range))
-    coarser = tuple(a * b for a, b in zip(input.stride, steps))
+    coarser = multiplied(input.stride, steps)
     key, grid, extent = (input.stride, kernel, steps, gap), input.grid, input.spatial_range
     plan = caches.kmaps.get(key)
     if plan is None or plan.source is not grid:
-        if coarser == input.stride:
+        if steps == (1, 1, 1):
             plan = geometry.submanifold(grid, kernel, gap, geometry.Modes.of(config))
         else:
             plan, extent = geometry.strided(grid, kernel, steps, pad, gap, extent, geometry.Modes.of(config))
+            caches.cmaps[input.stride] = input.coords, input.spatial_range
         caches.kmaps[key] = plan
     feats = plan.execute(input.feats, taps, bias)
-    if coarser == input.stride:
+    if steps == (1, 1, 1):
         return input.like(feats)
     held, known = caches.grids.get(coarser), caches.cmaps.pair(coarser)
     is_ours = held is not None and held[3] is plan.target and is_unwritten(*held[:3])
@@ -146,7 +164,11 @@ def conv3d(
     return made
 
 
-def _coords_of(grid: VoxelGrid, known: torch.Tensor, caches: TensorCache, stride: tuple[int, ...]) -> torch.Tensor:
+def _listed(kmaps: dict) -> str:
+    return ", ".join(str((written(stride), *sizes)) for stride, *sizes in sorted(kmaps)) or "none"
+
+
+def _coords_of(grid: VoxelGrid, known: torch.Tensor, caches: TensorCache, stride: Strides) -> torch.Tensor:
     """The coordinates of a grid: those ``known`` at its stride, unless another tensor of that stride left them."""
     held = caches.grids.get(stride)
     if held is not None and held[3] is grid:
