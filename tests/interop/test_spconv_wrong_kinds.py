@@ -8,6 +8,7 @@ import torch
 
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv.interop.spconv.pytorch import functional, ops
+from sparseconv.interop.spconv.pytorch.core import scatter_nd
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel, gather_features_by_pc_voxel_id
 from tests.interop.scenes import scene
 
@@ -37,6 +38,32 @@ def points(**options):
 
 
 WRONG = {
+    "rows in one line": (
+        lambda: spconv.SubMConv3d(5, 6, 3)(tensor().replace_feature(FEATURES.flatten())),
+        ValueError,
+        "5 channels",
+    ),
+    "rows in one line, added": (
+        lambda: functional.sparse_add(tensor(), tensor().replace_feature(FEATURES.flatten())),
+        ValueError,
+        "must be",
+    ),
+    "a third axis, joined": (
+        lambda: spconv.JoinTable()([tensor(), tensor().replace_feature(FEATURES[..., None])]),
+        ValueError,
+        "JoinTable takes features",
+    ),
+    "two widths, added": (
+        lambda: spconv.AddTable()([tensor(), tensor().replace_feature(FEATURES[:, :3])]),
+        ValueError,
+        "one width",
+    ),
+    "an axis before, added": (lambda: tensor() + FEATURES[None], ValueError, "cannot add"),
+    "updates of other rows": (
+        lambda: scatter_nd(INDICES.long(), FEATURES[1:], [BATCH, *SHAPE, 5]),
+        ValueError,
+        "updates",
+    ),
     "indices past 32 bits": (lambda: tensor(indices=past_32_bits()), ValueError, "32 bits"),
     "indices set past 32 bits": (lambda: moved(past_32_bits()), ValueError, "32 bits"),
     "indices set to floats": (lambda: moved(INDICES * 0.5), TypeError, "must be integers"),

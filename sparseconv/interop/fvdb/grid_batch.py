@@ -11,7 +11,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.arguments import axes
 from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
-from sparseconv.kinds import as_tensor, check_kind, check_values
+from sparseconv.kinds import as_tensor, check_kind, check_tensor, check_values
 from sparseconv.plan.convolution import ConvolutionPlan as Plan
 
 
@@ -103,9 +103,10 @@ class GridBatch:
 
     def jagged_like(self, data: torch.Tensor) -> JaggedTensor:
         """Rows (N, ...), one for each voxel, as a JaggedTensor."""
-        if len(data) != self.total_voxels:
+        check_tensor("data", data)
+        if data.ndim < 1 or len(data) != self.total_voxels:
             raise ValueError(f"there are {self.total_voxels} voxels; got {tuple(data.shape)}")
-        return JaggedTensor.from_data_and_offsets(data, self.joffsets)
+        return JaggedTensor._of(data, self.joffsets)
 
     def voxel_to_world(self, ijk: JaggedTensor) -> JaggedTensor:
         """Places (M, 3) of each item in voxels, as lengths: ``ijk * voxel_size + origin``, differentiable."""

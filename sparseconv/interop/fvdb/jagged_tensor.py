@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from sparseconv.kinds import check_tensor, described
+from sparseconv.geometry.arguments import INTEGERS
+from sparseconv.kinds import check_tensor, check_values, described, shortened
 
 
 class JaggedTensor:
@@ -50,6 +51,21 @@ class JaggedTensor:
     @classmethod
     def from_data_and_offsets(cls, data: torch.Tensor, offsets: torch.Tensor) -> JaggedTensor:
         """Item b owns rows offsets[b] .. offsets[b + 1]."""
+        check_tensor("data", data)
+        check_values("offsets", offsets, "(B + 1,) integers")
+        if data.ndim < 1 or offsets.ndim != 1 or len(offsets) < 2 or offsets.dtype not in INTEGERS:
+            raise ValueError(
+                f"offsets must be (B + 1,) integers, and data rows; got {tuple(offsets.shape)} {offsets.dtype} and "
+                f"{tuple(data.shape)}"
+            )
+        ends = offsets.tolist()
+        if ends[0] != 0 or ends[-1] != len(data) or ends != sorted(ends):
+            raise ValueError(f"offsets must ascend from 0 to the {len(data)} rows of data; got {shortened(ends)}")
+        return cls._of(data, offsets.to(data.device))
+
+    @classmethod
+    def _of(cls, data: torch.Tensor, offsets: torch.Tensor) -> JaggedTensor:
+        """Rows and offsets that go together."""
         made = object.__new__(cls)
         made.joffsets, made._data = offsets, data
         return made
@@ -62,7 +78,7 @@ class JaggedTensor:
     @jdata.setter
     def jdata(self, data: torch.Tensor) -> None:
         check_tensor("jdata", data)
-        if len(data) != len(self._data):
+        if data.ndim < 1 or len(data) != len(self._data):
             raise ValueError(f"jdata must have {len(self._data)} rows; got {tuple(data.shape)}")
         self._data = data
 
@@ -102,14 +118,14 @@ class JaggedTensor:
 
     def jagged_like(self, data: torch.Tensor) -> JaggedTensor:
         """Other rows in the same items."""
-        made = JaggedTensor.from_data_and_offsets(self._data, self.joffsets)
+        made = JaggedTensor._of(self._data, self.joffsets)
         made.jdata = data
         return made
 
     def to(self, place: torch.device | str | torch.dtype) -> JaggedTensor:
         """On another device, or in another dtype."""
         data = self._data.to(place)
-        return JaggedTensor.from_data_and_offsets(data, self.joffsets.to(data.device))
+        return JaggedTensor._of(data, self.joffsets.to(data.device))
 
     def requires_grad_(self, requires_grad: bool = True) -> JaggedTensor:
         """torch's, of the rows."""

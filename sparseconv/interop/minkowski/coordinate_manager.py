@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.ranges import Ints
-from sparseconv.interop.minkowski.coordinate_map import CoordinateMap, backwards, common_unit, flipped
+from sparseconv.interop.minkowski.coordinate_map import CoordinateMap, backwards, common_unit, divided, flipped
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keyed_maps import KeyedMaps
 from sparseconv.interop.minkowski.keys import CoordinateMapKey, Key
@@ -79,14 +79,10 @@ class CoordinateManager(KeyedMaps):
             return self.stride(key, steps)
         if not transposed:
             return self._reached(key, kernel, tuple(t * s for t, s in zip(stride, steps)), transposed)
-        if any(t % s for t, s in zip(stride, steps)):
-            raise ValueError(
-                f"a transposed layer divides the tensor stride, which must be a multiple of its own stride {steps} on "
-                f"every axis; got {list(stride)}"
-            )
-        finer = tuple(t // s for t, s in zip(stride, steps))
-        if (finer, "") in self._maps and not expand:
-            return CoordinateMapKey.of((finer, ""))
+        finer = divided(stride, steps)
+        for string_id in ("", key.key[1]):  # in MinkowskiEngine's order; of a pruned tensor, what it was made of
+            if (finer, string_id) in self._maps and not expand:
+                return CoordinateMapKey.of((finer, string_id))
         return self._reached(key, kernel, finer, transposed)
 
     def _reached(

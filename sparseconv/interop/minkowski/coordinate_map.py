@@ -30,6 +30,16 @@ def flipped(coords: torch.Tensor) -> torch.Tensor:
     return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
 
 
+def divided(stride: Sequence[int], steps: Sequence[int]) -> Ints:
+    """The tensor stride of the finer side of a transposed layer, which divides without a remainder."""
+    if any(t % s for t, s in zip(stride, steps)):
+        raise ValueError(
+            "a transposed layer divides the tensor stride, which must be a multiple of its own stride "
+            f"{list(steps)} on every axis; got {list(stride)}"
+        )
+    return tuple(t // s for t, s in zip(stride, steps))
+
+
 def common_unit(units: Sequence[Ints]) -> Ints:
     """The largest unit that divides all of these, an axis."""
     return tuple(math.gcd(*axis) for axis in zip(*units))

@@ -55,13 +55,18 @@ class KeyedMaps:
         return ", ".join(str(CoordinateMapKey.of(key)) for key in keys) or "none"
 
     def _free(self, stride: Ints, string_id: str, numbered: bool = False) -> Key:
-        """A key that nothing lies under, numbered where the plain one is taken."""
+        """A key that nothing lies under, numbered where the plain one is taken.
+
+        Strided layers pass the string on, so that one other than "" belongs to one set and what was made of it: it is
+        new at every tensor stride.
+        """
         taken = {*self._maps, *self._fields}
-        if not numbered and (stride, string_id) not in taken:
+        strings = {name for _, name in taken}
+        if not numbered and (string_id not in strings if string_id else (stride, "") not in taken):
             return stride, string_id
         prefix = f"{string_id}-" if string_id else ""
         number = len(taken)
-        while (stride, f"{prefix}{number}") in taken:
+        while f"{prefix}{number}" in strings:
             number += 1
         return stride, f"{prefix}{number}"
 

@@ -30,12 +30,18 @@ def spmm(
     >>> spmm(torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([1.0, 2.0]), (1, 2), torch.eye(2)).tolist()
     [[1.0, 2.0]]
     """
-    check_values("mat", mat, "(size[1], C)")
     check_values("vals", vals, "(T,)")
     high, wide = whole(size, "size", 0)
+    _check_matrix(mat, wide)
     return sparse_scale(mat, *sparse_scale_infos(_rows("cols", cols), _rows("rows", rows), vals, high, wide)).to(
         mat.dtype
     )
+
+
+def _check_matrix(mat: torch.Tensor, rows: int) -> None:
+    check_values("mat", mat, "(size[1], C)")
+    if mat.ndim != 2 or len(mat) != rows:
+        raise ValueError(f"mat must be ({rows}, C), a row for each column of the sparse matrix; got {tuple(mat.shape)}")
 
 
 def _rows(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -73,5 +79,6 @@ class MinkowskiSPMMAverageFunction:
         rows: torch.Tensor, cols: torch.Tensor, size: Sequence[int], mat: torch.Tensor, cuda_spmm_alg: int = 1
     ) -> torch.Tensor:
         """z[r] = the mean of mat[cols[t]] over the t with rows[t] = r: (size[1], C) -> (size[0], C)."""
-        check_values("mat", mat, "(size[1], C)")
-        return PointGroups(_rows("rows", rows), size[0]).reduce(mat[_rows("cols", cols)], "mean")
+        high, wide = whole(size, "size", 0)
+        _check_matrix(mat, wide)
+        return PointGroups(_rows("rows", rows), high).reduce(mat[_rows("cols", cols)], "mean")

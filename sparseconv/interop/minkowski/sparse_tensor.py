@@ -192,12 +192,15 @@ class SparseTensor(Tensor):
         """(torch's sparse tensor (B, *spatial, C), the smallest coordinate, the tensor stride)."""
         coords, stride = self.coordinates, torch.IntTensor(self.tensor_stride)
         steps = stride.to(coords.device).clamp_min(1)
-        low = coords[:, 1:].min(0).values if min_coords is None else min_coords.to(coords.device).flatten()
+        low = coords[:, 1:].min(0).values
+        if min_coords is not None:
+            low = coords.new_tensor(axes(min_coords, self._D, "min_coords"))
         cells, unit = coords[:, 1:] - low, steps if contract_coords else torch.ones_like(steps)
         cells = torch.div(cells, unit, rounding_mode="floor")
         size = None
         if max_coords is not None:
-            ends = torch.div(max_coords.to(coords.device).flatten() - low, unit, rounding_mode="floor") + 1
+            high = coords.new_tensor(axes(max_coords, self._D, "max_coords"))
+            ends = torch.div(high - low, unit, rounding_mode="floor") + 1
             size = (self._manager.find(self.key).grid.batch_size, *ends.tolist(), self._F.shape[1])
         at = torch.cat([coords[:, :1], cells], 1).long().t()
         extent = (size,) if size else ()

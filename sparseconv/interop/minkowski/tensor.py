@@ -275,6 +275,14 @@ def checked_features(features: Any) -> torch.Tensor:
     return features
 
 
+def checked_at(name: str, features: Any, rows: int, each: str) -> torch.Tensor:
+    """Features (N, C) with so many rows, or an error that says so."""
+    check_tensor(name, features, f"({rows}, C)")
+    if features.ndim != 2 or len(features) != rows:
+        raise ValueError(f"{name} must be ({rows}, C), one row {each}; got {tuple(features.shape)}")
+    return features
+
+
 def features_of(input: Any) -> torch.Tensor:
     """The features of a sparse tensor or a field; TypeError for anything else."""
     if not isinstance(input, Tensor):

@@ -176,7 +176,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
 
     def convolved(self, input: SparseConvTensor, after: Inference | None = None) -> SparseConvTensor:
         """A `SparseConvTensor` -> one at the output's indices, where the layer `joins` with what comes ``after``."""
-        if input.features.shape[1] != self.in_channels:
+        if input.features.ndim != 2 or input.features.shape[1] != self.in_channels:
             raise ValueError(f"the layer takes {self.in_channels} channels; got {tuple(input.features.shape)}")
         if self.conv1x1 and self.groups == 1:
             return self._multiply(input)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sparseconv.interop.torchsparse.tensor import SparseTensor, checked
+from sparseconv.interop.torchsparse.tensor import SparseTensor, check_coords, checked
 
 
 def cat(inputs: Sequence[SparseTensor]) -> SparseTensor:
@@ -23,6 +23,8 @@ def generative_add(a: SparseTensor, b: SparseTensor) -> SparseTensor:
     """The sum over all voxels of two tensors, absent ones counting as 0; voxels in lexicographic order."""
     if checked(a).feats.shape[1] != checked(b).feats.shape[1]:
         raise ValueError(f"tensors must agree in channels; got {tuple(a.feats.shape)} and {tuple(b.feats.shape)}")
+    for x in (a, b):
+        check_coords(x.coords)
     first, second = (a, b) if len(a.feats) >= len(b.feats) else (b, a)
     coords, rows = torch.unique(torch.cat([first.coords, second.coords]), dim=0, return_inverse=True)
     zeros = first.feats.new_zeros(len(coords), first.feats.shape[1])

@@ -22,6 +22,7 @@ from sparseconv.interop.torchsparse.conventions import (
 from sparseconv.kinds import check_kind, check_tensor, check_values
 
 Ints = tuple[int, ...]
+_COORDS = "(N, 4), three axes and the batch"
 #: the stride of a tensor: whole numbers, and fractions where a generative layer divided it with a remainder
 Strides = tuple[int | Fraction, ...]
 
@@ -272,8 +273,12 @@ def checked(input: Any) -> SparseTensor:
     """A `SparseTensor` with features (N, C); TypeError or ValueError for anything else."""
     check_kind("the input", input, SparseTensor, "pass a SparseTensor of torchsparse's")
     check_tensor("feats", input.feats, "(N, C)")
-    if input.feats.ndim != 2:
-        raise ValueError(f"feats must be (N, C); got {tuple(input.feats.shape)}")
+    check_tensor("coords", input.coords, _COORDS)
+    if input.feats.ndim != 2 or input.coords.shape[:1] != input.feats.shape[:1]:
+        raise ValueError(
+            f"feats must be (N, C), one row for each of coords {tuple(input.coords.shape)}; got "
+            f"{tuple(input.feats.shape)}"
+        )
     return input
 
 
@@ -308,11 +313,16 @@ class PointTensor:
 # ---- coordinates
 
 
+def check_coords(coords: Any) -> None:
+    """Raise unless these are coordinates of a batch."""
+    check_values("coords", coords, _COORDS)
+    if coords.ndim != 2 or coords.shape[1] != 4:
+        raise ValueError(f"coords must be {_COORDS}; got {tuple(coords.shape)}")
+
+
 def inner(coords: torch.Tensor, stride: Strides) -> torch.Tensor:
     """Coordinates (N, 4) as a grid counts them: the batch first, the axes backwards, in units of the stride."""
-    check_values("coords", coords, "(N, 4), three axes and the batch")
-    if coords.ndim != 2 or coords.shape[1] != 4:
-        raise ValueError(f"coords must be (N, 4), three axes and the batch; got {tuple(coords.shape)}")
+    check_coords(coords)
     if get_version() is Version.LAST:
         turned = coords.flip(1)
         if any(s != 1 for s in stride):
@@ -331,6 +341,10 @@ def outer(grid: VoxelGrid, stride: Strides) -> torch.Tensor:
 def to_dense(feats: torch.Tensor, coords: torch.Tensor, spatial_range: Any) -> torch.Tensor:
     """Features (N, C) at coords (N, 4), the batch first -> (B, x, y, z, C); voxels outside raise ValueError."""
     size = make_ntuple(spatial_range, 4)
+    check_coords(coords)
+    check_tensor("feats", feats, f"({len(coords)}, C)")
+    if feats.ndim != 2 or len(feats) != len(coords):
+        raise ValueError(f"feats must be ({len(coords)}, C), one row for each of coords; got {tuple(feats.shape)}")
     if bool(((coords < 0) | (coords >= row(size, coords))).any()):
         raise ValueError(f"some voxels lie outside of the spatial range {size}")
     flat = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)

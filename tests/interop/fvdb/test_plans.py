@@ -262,6 +262,17 @@ def test_what_is_wrong_is_said():
             call()
 
 
+@pytest.mark.parametrize("ends", [[0, 2], [1, 5], [0, 4, 2, 5], [[0, 5]], [5], [0.0, 5.0]])
+def test_offsets_are_looked_at(ends):
+    """Rows past the last end belonged to no item, and nobody missed them."""
+    data = torch.randn(5, 2)
+    with pytest.raises(ValueError, match="offsets must"):
+        JaggedTensor.from_data_and_offsets(data, torch.tensor(ends))
+    assert JaggedTensor.from_data_and_offsets(data, torch.tensor([0, 2, 2, 5])).lshape == [2, 0, 3]
+    with pytest.raises(ValueError, match="1 voxels"):
+        GridBatch.from_ijk(JaggedTensor(torch.zeros(1, 3).int())).jagged_like(torch.tensor(1.0))
+
+
 def test_install():
     code = """
 import sys

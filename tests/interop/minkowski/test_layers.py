@@ -302,3 +302,58 @@ def test_blocks_with_squeeze_and_excitation():
         layer = block(16, planes, reduction=4, D=3).double()
         assert {"se.fc.0.linear.weight", "se.fc.2.linear.bias"} <= set(layer.state_dict())
         assert layer(x).F.shape == x.F.shape
+
+
+def _of_wrong_rank():
+    x = tensor()
+    key, manager, f = x.coordinate_map_key, x.coordinate_manager, x.F
+    mask = torch.ones(len(f), dtype=torch.bool)
+    pruned, united = ME.MinkowskiPruningFunction.apply, ME.MinkowskiUnionFunction.apply
+    spread = ME.MinkowskiBroadcastFunction.apply
+    added = ME.BroadcastMode.ELEMENTWISE_ADDITON
+    rows = torch.arange(len(f))
+    yield lambda: pruned(f[None], mask, key, None, manager), "in_feat must be"
+    yield lambda: pruned(f, mask[1:], key, None, manager), "mask must be"
+    yield lambda: united([key, key], ME.CoordinateMapKey(4), manager, f, f[:-1]), "in_feats must be"
+    yield lambda: united([key, key], ME.CoordinateMapKey(4), manager, f, f[:, :1]), "as many channels"
+    yield lambda: spread(f[:-1], torch.ones(2, 3).double(), added, key, None, manager), "input_features must be"
+    yield lambda: spread(f, torch.ones(2, 2).double(), added, key, None, manager), "3 channels and batch items 2"
+    yield lambda: spread(f, torch.ones(()).double(), added, key, None, manager), r"must be \(N, C\)"
+    yield lambda: ME.MinkowskiDirectMaxPoolingFunction.apply(rows, rows[1:], f, len(f)), "in_map and out_map must be"
+    yield lambda: ME.MinkowskiDirectMaxPoolingFunction.apply(rows + 1, rows, f, len(f)), "in_map must name rows"
+    yield lambda: x.sparse(min_coords=torch.zeros(2).int()), "min_coords must be"
+    yield lambda: x.sparse(max_coords=torch.zeros(3, 2).int()), "max_coords must be"
+    layer = ME.MinkowskiConvolutionTranspose(3, 4, 2, 2, dimension=3).double()
+    yield lambda: layer(x, x.C), "a multiple of its own stride"
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_ranks_and_rows_are_looked_at(number):
+    call, words = list(_of_wrong_rank())[number]
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_decoder_finds_the_voxels_of_a_pruned_encoder():
+    features, coords = cloud()
+    down = [ME.MinkowskiConvolution(3, 3, 2, 2, dimension=3).double() for _ in range(2)]
+    up = ME.MinkowskiConvolutionTranspose(3, 3, 2, 2, dimension=3).double()
+    x = ME.SparseTensor(features, coords)
+    pruned = ME.MinkowskiPruning()(x, torch.arange(len(coords)) % 2 == 0)
+    first = down[0](pruned)
+    second = down[1](first)
+    back = up(second)
+    assert back.coordinate_map_key == first.coordinate_map_key
+    assert ME.cat(back, first).F.shape == (len(first), 6)
+    assert up(back).coordinate_map_key == x.coordinate_map_key  # MinkowskiEngine's key comes first where it is there
+
+
+def test_what_follows_from_a_pruned_tensor_is_its_own():
+    """Coarse voxels that were pruned by themselves are not those of a fine tensor that was pruned, too."""
+    features, coords = cloud()
+    down = ME.MinkowskiConvolution(3, 3, 2, 2, dimension=3).double()
+    x, prune = ME.SparseTensor(features, coords), ME.MinkowskiPruning()
+    coarse = down(x)
+    prune(coarse, torch.arange(len(coarse)) == 0)
+    fine = prune(x, torch.arange(len(x)) % 3 > 0)
+    assert as_set(down(fine).C) == strided(fine.C, [2, 2, 2])

@@ -210,3 +210,50 @@ def test_summary_of_a_network(capsys):
 def test_diagnostics_name_the_versions(capsys):
     ME.print_diagnostics()
     assert torch.__version__ in capsys.readouterr().out
+
+
+def test_labels_of_one_column_are_those_of_their_points():
+    """In the order of MinkowskiEngine's C++ code, which reads N numbers and returns (M,)."""
+    coords = np.array([[1, 1, 1], [2, 2, 2], [1, 1, 1], [2, 2, 2]])
+    for labels in (np.array([1, 2, 1, 3]), np.array([[1], [2], [1], [3]])):
+        cells, made, index = U.sparse_quantize(coords, labels=labels, return_index=True)
+        assert (cells.tolist(), made.tolist(), index.tolist()) == ([[1, 1, 1], [2, 2, 2]], [1, -100], [0, 1])
+        given = torch.from_numpy(labels)
+        assert U.sparse_quantize(torch.from_numpy(coords), labels=given)[1].tolist() == [1, -100]
+
+
+def test_a_label_to_ignore_is_kept_by_labels_of_8_bits():
+    """As SemanticKITTI's files have them; -100 is no number of uint8."""
+    coords, labels = np.array([[1], [1], [2]]), np.array([4, 5, 6], np.uint8)
+    assert U.sparse_quantize(coords, labels=labels)[1].tolist() == [-100, 6]
+    assert U.sparse_quantize(torch.from_numpy(coords), labels=torch.from_numpy(labels))[1].tolist() == [-100, 6]
+    assert U.sparse_quantize(coords, labels=labels, ignore_label=255)[1].tolist() == [255, 6]
+
+
+def _of_wrong_rank():
+    coords, feats, labels = torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(4, dtype=torch.int32)
+    cells = coords.int()
+    backend = ME.backend
+    yield lambda: U.sparse_quantize(coords, labels=labels[:, None].expand(4, 2)), "labels must be"
+    yield lambda: U.sparse_quantize(coords, labels=labels[0]), "one row a point"
+    yield lambda: U.sparse_quantize(coords, features=feats[..., None]), "features must be"
+    yield lambda: backend.quantize_th(cells[0]), "coords must be"
+    yield lambda: backend.quantize_label_th(cells, labels[None], -1), "labels must be"
+    yield lambda: backend.quantize_label_th(cells, labels[:3], -1), "labels must be"
+    yield lambda: U.ravel_hash_vec(cells[0].numpy()), "arr must be"
+    yield lambda: U.fnv_hash_vec(cells[0].numpy()), "arr must be"
+    yield lambda: U.unique_coordinate_map(cells[0]), "coordinates must be"
+    yield lambda: U.sparse_collate([coords, coords[:2]], [feats[:2], feats]), "4, 2 coordinates and 2, 4 features"
+    yield lambda: U.sparse_collate([coords], [feats[0, 0]]), "one row a point"
+    yield lambda: U.sparse_collate([coords] * 2, [feats, feats[:, :1]]), "feats must differ in rows alone"
+    yield lambda: U.sparse_collate([coords], [feats], [labels[0]]), "labels must be"
+    triples = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    yield lambda: ME.spmm(*triples, torch.ones(3), (2, 4), torch.ones(1, 4, 2)), "mat must be"
+    yield lambda: ME.MinkowskiSPMMAverageFunction.apply(*triples, (2, 4), torch.ones(3, 2)), "mat must be"
+
+
+@pytest.mark.parametrize("number", range(15))
+def test_ranks_are_looked_at(number):
+    call, words = list(_of_wrong_rank())[number]
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -655,3 +655,29 @@ def test_coordinates_written_past_torchs_counter_are_seen(how):
     moved[:, 1] += torch.arange(len(moved), dtype=torch.int32) * 9
     (x.coords.data if how == "data" else torch.from_numpy(x.coords.numpy())).copy_(moved)
     torch.testing.assert_close(conv(x).feats, conv(SparseTensor(feats, moved)).feats)
+
+
+def _of_wrong_rank():
+    feats, coords = cloud()
+    last = coords[:, [1, 2, 3, 0]]
+    table = torchsparse.backend.GPUHashTable()
+    yield lambda: spnn.ReLU()(SparseTensor(feats[:-1], coords)), "one row for each of coords"
+    yield lambda: F.spcrop(SparseTensor(feats[1:], coords), 0), "one row for each of coords"
+    yield lambda: F.global_avg_pool(SparseTensor(feats, coords[0, 0])), "one row for each of coords"
+    yield lambda: torchsparse.generative_add(SparseTensor(feats, coords[:, :3]), SparseTensor(feats, coords)), "coords"
+    yield lambda: torchsparse.utils.to_dense(feats[:, :, None], coords, (2, 7, 7, 7)), "feats must be"
+    yield lambda: torchsparse.utils.to_dense(feats[1:], coords, (2, 7, 7, 7)), "feats must be"
+    yield lambda: torchsparse.utils.to_dense(feats, coords[:, :3], (2, 7, 7, 7)), "coords must be"
+    yield lambda: torchsparse.utils.collate.sparse_collate([SparseTensor(feats, coords)]), "each input must have"
+    yield lambda: torchsparse.utils.collate.sparse_collate([SparseTensor(feats[1:], coords[:, 1:])]), "each input must"
+    two = [SparseTensor(f, coords[:, 1:]) for f in (feats, feats[:, :1])]
+    yield lambda: torchsparse.utils.collate.sparse_collate(two), "as many channels"
+    yield lambda: table.insert_coords(last[0]), "coords must be"
+    yield lambda: table.insert_coords(last) or table.lookup_coords(last[None], 3, 1, 27), "coords must be"
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_ranks_and_rows_are_looked_at(number):
+    call, words = list(_of_wrong_rank())[number]
+    with pytest.raises(ValueError, match=words):
+        call()

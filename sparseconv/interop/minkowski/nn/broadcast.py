@@ -10,15 +10,25 @@ from sparseconv.interop.minkowski.kinds import BroadcastMode
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
 from sparseconv.interop.minkowski.nn.placement import check_input
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
+from sparseconv.interop.minkowski.tensor import checked_at, checked_features
 
 
 def spread(features_global: torch.Tensor, key: CoordinateMapKey, manager: CoordinateManager) -> torch.Tensor:
     """(B, C) of the batch items -> (N, C) of the voxels of a key."""
     items = manager.find(key).items
+    checked_features(features_global)
     if len(features_global) < items.num_voxels:
         raise ValueError(f"a broadcast takes a row for each of {items.num_voxels} batch items; got "
                          f"{tuple(features_global.shape)}: pool globally first")  # fmt: skip
     return items.spread(features_global[: items.num_voxels])
+
+
+def _check_channels(features: torch.Tensor, each: torch.Tensor) -> None:
+    """Raise ValueError where features of voxels and of their items cannot be combined."""
+    if each.shape[1] not in (1, features.shape[1]) and features.shape[1] != 1:
+        raise ValueError(
+            f"voxels have {features.shape[1]} channels and batch items {each.shape[1]}: a broadcast takes as many"
+        )
 
 
 class MinkowskiBroadcastFunction:
@@ -34,7 +44,9 @@ class MinkowskiBroadcastFunction:
         coords_manager: CoordinateManager,
     ) -> torch.Tensor:
         """Features (N, C) and (B, C) -> (N, C): their sum or product."""
+        checked_at("input_features", input_features, coords_manager.size(in_coords_key), "a voxel")
         each = spread(input_features_global, in_coords_key, coords_manager)
+        _check_channels(input_features, each)
         added = operation_type is BroadcastMode.ELEMENTWISE_ADDITON
         return input_features + each if added else input_features * each
 
@@ -65,6 +77,7 @@ class MinkowskiBroadcastAddition(MinkowskiBroadcast):
     operation_type = BroadcastMode.ELEMENTWISE_ADDITON
 
     def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+        _check_channels(features, each)
         return features + each
 
 
@@ -74,6 +87,7 @@ class MinkowskiBroadcastMultiplication(MinkowskiBroadcast):
     operation_type = BroadcastMode.ELEMENTWISE_MULTIPLICATION
 
     def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+        _check_channels(features, each)
         return features * each
 
 

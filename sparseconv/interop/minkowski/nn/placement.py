@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.arguments import no_batch
+from sparseconv.interop.minkowski.coordinate_map import divided
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
@@ -39,8 +40,8 @@ def place_key(
         raise TypeError(
             f"coordinates must be a tensor (M, 1+D), a CoordinateMapKey or a SparseTensor; got {coordinates!r}"
         )
-    strides = zip(input.tensor_stride, kernel.kernel_stride)
-    stride = [t // s if transposed else t * s for t, s in strides]
+    own, steps = input.tensor_stride, kernel.kernel_stride
+    stride = divided(own, steps) if transposed else [t * s for t, s in zip(own, steps)]
     return input.coordinate_manager.insert_and_map(coordinates, stride)[0]
 
 

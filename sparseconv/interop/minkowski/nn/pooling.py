@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
@@ -13,8 +14,8 @@ from sparseconv.interop.minkowski.kinds import Axes, PoolingMode, rank_of
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
 from sparseconv.interop.minkowski.nn.placement import Place, check_input, ends, place_key
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor, TensorField
-from sparseconv.interop.minkowski.tensor import features_of
-from sparseconv.kinds import check_kind
+from sparseconv.interop.minkowski.tensor import checked_features, features_of
+from sparseconv.kinds import check_kind, check_values
 from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.ops.pooling import avg_pool, max_pool, sum_pool
 
@@ -244,4 +245,15 @@ class MinkowskiDirectMaxPoolingFunction:
         in_map: torch.Tensor, out_map: torch.Tensor, in_feat: torch.Tensor, out_nrows: int, is_sorted: bool = False
     ) -> torch.Tensor:
         """y[o] = the maximum of x[in_map[p]] over the pairs p with out_map[p] = o: (N, C) -> (out_nrows, C)."""
-        return PointGroups(out_map, out_nrows).reduce(in_feat[in_map.long()], "max")
+        check_values("in_map", in_map, "(P,) integers")
+        check_values("out_map", out_map, "(P,) integers")
+        features = checked_features(in_feat)
+        if in_map.ndim != 1 or in_map.dtype not in INTEGERS or in_map.shape != out_map.shape:
+            raise ValueError(
+                f"in_map and out_map must be (P,) integers; got {tuple(in_map.shape)} {in_map.dtype} and "
+                f"{tuple(out_map.shape)}"
+            )
+        low, high = (int(end) for end in in_map.aminmax()) if len(in_map) and not in_map.is_cuda else (0, -1)
+        if low < 0 or high >= len(features):  # a GPU checks by itself
+            raise ValueError(f"in_map must name rows from 0 to {len(features) - 1}; got {low} to {high}")
+        return PointGroups(out_map, out_nrows).reduce(features[in_map.long()], "max")

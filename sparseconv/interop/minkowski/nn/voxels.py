@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.arguments import check_mask
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
 from sparseconv.interop.minkowski.nn.placement import check_input
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
+from sparseconv.interop.minkowski.tensor import checked_at
 
 
 class MinkowskiPruningFunction:
@@ -27,9 +29,11 @@ class MinkowskiPruningFunction:
         """Features (N, C) -> those where mask (N,) bool is true; sets an output key that is not set."""
         if coords_manager is None:
             raise TypeError("coords_manager must be the manager of the key; got None")
+        features = checked_at("in_feat", in_feat, coords_manager.size(in_coords_key), "a voxel")
+        check_mask(mask, len(features))
         if out_coords_key is not None and not out_coords_key.is_key_set():
             out_coords_key.set_key(*coords_manager.prune(in_coords_key, mask).get_key())
-        return in_feat[mask]
+        return features[mask]
 
 
 class MinkowskiPruning(MinkowskiModuleBase):
@@ -58,6 +62,10 @@ class MinkowskiUnionFunction:
         """Features (N_i, C) of each key -> their sum over all voxels; sets the output key."""
         if len(in_feats) != len(in_coords_keys) or len(in_feats) < 2:
             raise ValueError(f"a union takes two tensors or more; got {len(in_feats)}, {len(in_coords_keys)} keys")
+        for key, features in zip(in_coords_keys, in_feats):
+            checked_at("in_feats", features, coordinate_manager.size(key), "a voxel of its key")
+        if len({features.shape[1] for features in in_feats}) > 1:
+            raise ValueError(f"in_feats must have as many channels each; got {[tuple(x.shape) for x in in_feats]}")
         maps = coordinate_manager.union_map(in_coords_keys, out_coords_key)
         zeros = in_feats[0].new_zeros(coordinate_manager.size(out_coords_key), in_feats[0].shape[1])
         parts = [zeros.to(x.dtype).index_copy(0, rows[1], x) for rows, x in zip(maps, in_feats)]

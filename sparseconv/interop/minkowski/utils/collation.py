@@ -69,13 +69,31 @@ def sparse_collate(
     if labels is not None and len(labels) != len(coords):
         raise ValueError(f"there are {len(coords)} scenes and {len(labels)} labels: one a scene each")
     batched = batched_coordinates(coords, dtype, device)
-    features = torch.cat([_tensor(f, "feats") for f in feats])
-    if len(features) != len(batched):
-        raise ValueError(f"there are {len(batched)} coordinates and {len(features)} features: one row a point each")
+    scenes = [_tensor(f, "feats") for f in feats]
+    mine, theirs = ([tuple(rows.shape[:1]) for rows in each] for each in (coords, scenes))
+    if mine != theirs:
+        raise ValueError(
+            f"scenes have {_counts(mine)} coordinates and {_counts(theirs)} features: one row a point each"
+        )
+    features = _joined("feats", scenes)
     if labels is None:
         return batched, features
     given = [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in labels]
-    return batched, features, torch.cat(given) if isinstance(given[0], torch.Tensor) else given
+    return batched, features, _joined("labels", given) if isinstance(given[0], torch.Tensor) else given
+
+
+def _counts(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(*shape) if shape else "no rows of" for shape in shapes)
+
+
+def _joined(name: str, scenes: list[Any]) -> torch.Tensor:
+    if not all(isinstance(rows, torch.Tensor) and rows.ndim for rows in scenes):
+        raise ValueError(
+            f"{name} must be arrays with a row a point, or (1,) a scene; got {[described(r) for r in scenes]}"
+        )
+    if len({rows.shape[1:] for rows in scenes}) > 1:
+        raise ValueError(f"{name} must differ in rows alone; got {[tuple(rows.shape) for rows in scenes]}")
+    return torch.cat(scenes)
 
 
 def batch_sparse_collate(

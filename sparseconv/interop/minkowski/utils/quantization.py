@@ -11,14 +11,25 @@ from sparseconv.geometry import arguments
 from sparseconv.interop.arguments import lower_corners
 from sparseconv.interop.minkowski.coordinate_map import CoordinateMap, first_rows
 from sparseconv.interop.minkowski.kinds import Axes, positive
-from sparseconv.kinds import as_device, as_tensor, check_values
+from sparseconv.kinds import as_device, as_tensor, check_values, described
 
 Rows: TypeAlias = np.ndarray | torch.Tensor
 
 
+def _matrix(name: str, rows: Any) -> Any:
+    if not isinstance(rows, (np.ndarray, torch.Tensor)) or rows.ndim != 2:
+        raise ValueError(f"{name} must be a matrix (N, D), but it is {described(rows)}")
+    return rows
+
+
+def _holds(dtype: torch.dtype, value: int) -> bool:
+    """Whether a label is a number of this kind: uint8 has no -100."""
+    return dtype is not torch.bool and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+
+
 def fnv_hash_vec(arr: np.ndarray) -> np.ndarray:
     """FNV-1 hashes (N,) uint64 of rows (N, D)."""
-    words = np.asarray(arr).astype(np.uint64)
+    words = _matrix("arr", np.asarray(arr)).astype(np.uint64)
     hashed = np.full(len(words), 14695981039346656037, np.uint64)
     for column in words.T:
         hashed *= np.uint64(1099511628211)
@@ -28,7 +39,8 @@ def fnv_hash_vec(arr: np.ndarray) -> np.ndarray:
 
 def ravel_hash_vec(arr: np.ndarray) -> np.ndarray:
     """Numbers (N,) uint64 of rows (N, D) in a box around them: equal rows alone have equal numbers."""
-    words = (np.asarray(arr) - np.asarray(arr).min(0)).astype(np.uint64)
+    given = _matrix("arr", np.asarray(arr))
+    words = (given - given.min(0)).astype(np.uint64)
     sizes = words.max(0) + np.uint64(1)
     keys = np.zeros(len(words), np.uint64)
     for column, size in zip(words.T, sizes):
@@ -38,14 +50,19 @@ def ravel_hash_vec(arr: np.ndarray) -> np.ndarray:
 
 def quantize(coords: Rows) -> tuple[Any, Any]:
     """The first row of each cell, and the number of each row's cell, of integer coords (N, D)."""
-    first, numbers = first_rows(torch.as_tensor(coords))
+    first, numbers = first_rows(torch.as_tensor(_matrix("coords", coords)))
     return (first.numpy(), numbers.numpy()) if isinstance(coords, np.ndarray) else (first, numbers)
 
 
 def quantize_label(coords: Rows, labels: Rows, ignore_label: int) -> tuple[Any, Any, Any]:
-    """`quantize`, and the label of each cell: ``ignore_label`` where its rows have different ones."""
-    first, numbers = first_rows(torch.as_tensor(coords))
+    """`quantize`, and the label of each cell (M,): ``ignore_label`` where its rows have different ones."""
+    first, numbers = first_rows(torch.as_tensor(_matrix("coords", coords)))
     given = torch.as_tensor(labels)
+    if given.shape not in ((len(coords),), (len(coords), 1)):
+        raise ValueError(f"labels must be ({len(coords)},), one a row of coords; got {tuple(given.shape)}")
+    if given.is_floating_point() or given.is_complex() or not _holds(given.dtype, ignore_label):
+        given = given.to(torch.int64)
+    given = given.flatten()
     cell_labels = given[first]
     differs = torch.zeros(len(first), dtype=torch.int32, device=first.device)
     differs.index_add_(0, numbers, (given != cell_labels[numbers]).int())
@@ -71,7 +88,7 @@ def sparse_quantize(
     Args:
         coordinates: (N, D) numbers.
         features: (N, C); those of the first point of a cell are returned.
-        labels: (N,) integers; a cell whose points have different ones gets ``ignore_label``.
+        labels: (N,) integers, or (N, 1); a cell whose points have different ones gets ``ignore_label``.
         return_index, return_inverse: return the rows that were kept, and the cell of each point.
         return_maps_only: return those alone.
         quantization_size: edge of a cell, one number or one an axis; default 1.
@@ -91,8 +108,12 @@ def sparse_quantize(
     for name, rows in (("features", features), ("labels", labels)):
         if rows is not None and not isinstance(rows, np.ndarray):
             check_values(name, rows, "or a numpy array")
-        if rows is not None and len(rows) != len(coordinates):
-            raise ValueError(f"{name} have {len(rows)} rows, coordinates {len(coordinates)}: one row a point each")
+        if rows is None:
+            continue
+        if rows.ndim < 1 or len(rows) != len(coordinates):
+            raise ValueError(f"{name} are {tuple(rows.shape)}, coordinates {len(coordinates)}: one row a point each")
+    if features is not None and features.ndim != 2:
+        raise ValueError(f"features must be (N, C); got {tuple(features.shape)}")
     if return_inverse and not (return_index or return_maps_only):
         raise ValueError("return_inverse goes with return_index=True")
     points, device = as_tensor("coordinates", coordinates), as_device(device)
@@ -121,5 +142,6 @@ def sparse_quantize(
 
 def unique_coordinate_map(coordinates: torch.Tensor, tensor_stride: Axes = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """The first row of each voxel of coordinates (N, 1+D), and the number of each row's voxel, int64."""
-    stride = positive("tensor_stride", tensor_stride, coordinates.shape[1] - 1)
+    check_values("coordinates", coordinates, "(N, 1+D) integers")
+    stride = positive("tensor_stride", tensor_stride, _matrix("coordinates", coordinates).shape[1] - 1)
     return CoordinateMap.of(coordinates, tuple(reversed(stride)))[1:]

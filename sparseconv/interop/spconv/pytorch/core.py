@@ -219,7 +219,8 @@ class SparseConvTensor(metaclass=Traced):
                 )
         elif isinstance(other, torch.Tensor):
             _check_features("other", other)
-            if not all(n in (1, rows) for n, rows in zip(other.shape[::-1], self.features.shape[::-1])):
+            fits = (n in (1, rows) for n, rows in zip(other.shape[::-1], self.features.shape[::-1]))
+            if other.ndim > self.features.ndim or not all(fits):
                 raise ValueError(f"cannot add {tuple(other.shape)} to features {tuple(self.features.shape)}")
         return self.replace_feature(self.features + other)
 
@@ -316,6 +317,13 @@ def expand_nd(ndim: int, val: int | Sequence[int] | np.ndarray) -> list[int]:
 
 def scatter_nd(indices: torch.Tensor, updates: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros of ``shape`` with ``updates`` written at indices (..., R) of the first R axes."""
+    check_values("indices", indices, "(..., R) integers")
+    check_values("updates", updates, "(..., *shape[R:])")
+    if indices.ndim < 1 or updates.shape != (*indices.shape[:-1], *shape[indices.shape[-1] :]):
+        raise ValueError(
+            f"indices must be (..., R) and updates (..., *shape[R:]) of the shape {tuple(shape)}; got "
+            f"{tuple(indices.shape)} and {tuple(updates.shape)}"
+        )
     result = torch.zeros(*shape, dtype=updates.dtype, device=updates.device)
     flat = indices.reshape(-1, indices.shape[-1])
     result[tuple(flat.unbind(1))] = updates.reshape(flat.shape[0], *shape[indices.shape[-1] :])

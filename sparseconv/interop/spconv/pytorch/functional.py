@@ -62,14 +62,14 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
     if not tens:
         raise TypeError("sparse_add takes one SparseConvTensor or more; got none")
     first = tens[0]
+    for t in tens:
+        t.to_sparse_tensor()  # which says where features are not (N, C), one row an index
     for other in tens[1:]:
         mine, theirs = ((t.spatial_shape, t.batch_size, t.features.shape[1], t.features.device) for t in (first, other))
         if mine != theirs:
             raise ValueError(
                 f"tensors must agree in spatial shape, batch size, channels and device; got {mine} and {theirs}"
             )
-    for t in tens:
-        t.to_sparse_tensor()  # which says where features and indices differ in rows
     union = first.inside
     for other in tens[1:]:
         union = union.union(_beside(union, other.inside))

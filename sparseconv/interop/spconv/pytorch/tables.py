@@ -38,6 +38,8 @@ class AddTable(_Table):
         if not _are_sparse(input):
             return leaf(self, input, takes=TENSORS)
         _check_aligned(input, "AddTable")
+        if len({x.features.shape[1] for x in input}) > 1:
+            raise ValueError(f"AddTable takes tensors of one width; got {[tuple(x.features.shape) for x in input]}")
         total = input[0].features
         for x in input[1:]:
             total = total + x.features
@@ -73,6 +75,8 @@ def _are_sparse(input: Any) -> bool:
 
 def _check_aligned(tensors: Sequence[SparseConvTensor], name: str) -> None:
     first = tensors[0]
+    if any(x.features.ndim != 2 for x in tensors):
+        raise ValueError(f"{name} takes features (N, C); got {[tuple(x.features.shape) for x in tensors]}")
     for other in tensors[1:]:
         if (
             other.spatial_shape != first.spatial_shape

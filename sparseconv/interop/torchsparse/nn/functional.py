@@ -25,6 +25,7 @@ from sparseconv.interop.torchsparse.tensor import (
     SparseTensor,
     Strides,
     TensorCache,
+    check_coords,
     checked,
     divided,
     inner,
@@ -201,9 +202,8 @@ def spdownsample(
     After `set_version` ``("2.0")`` the fourth argument is the tensor's own stride, and coordinates are multiples of it.
     """
     steps, kernel = tuple(axes(stride, 3, "stride", 1)), tuple(axes(kernel_size, 3, "kernel_size", 1))
+    check_coords(coords)
     coords = _integers("coords", coords)
-    if coords.ndim != 2 or coords.shape[1] != 4:
-        raise ValueError(f"coords must be (N, 4), three axes and the batch; got {tuple(coords.shape)}")
     last, pad = get_version() is Version.LAST, axes(padding, 3, "padding")
     own = [1, 1, 1]
     if last:
@@ -280,10 +280,10 @@ def sphashquery(queries: torch.Tensor, references: torch.Tensor) -> torch.Tensor
 def spcount(coords: torch.Tensor, num: Any) -> torch.Tensor:
     """How many of the rows (N,) name each of ``num`` voxels, (num,) int32; rows below 0 name none."""
     (count,) = axes(num, 1, "num", 0)
-    coords = _integers("coords", coords)
+    coords = _integers("coords", coords).flatten()
     if len(coords) and coords.device.type == "cpu" and int(coords.max()) >= count:  # a GPU checks by itself
         raise ValueError(f"there are {count} voxels; a row names voxel {int(coords.max())}")
-    rows = torch.where(coords < 0, count, coords.long()).flatten()
+    rows = torch.where(coords < 0, count, coords.long())
     return torch.bincount(rows, minlength=count + 1)[:count].int()
 
 

@@ -21,11 +21,18 @@ def sparse_collate(inputs: list[SparseTensor]) -> SparseTensor:
         raise ValueError(f"the tensors of a batch must have one stride; got {[x.stride for x in inputs]}")
     coords, feats = [], []
     for number, x in enumerate(inputs):
-        own = torch.as_tensor(x.coords)
+        own, rows = torch.as_tensor(x.coords), torch.as_tensor(x.feats)
+        if own.ndim != 2 or own.shape[1] != 3 or rows.ndim != 2 or len(rows) != len(own):
+            raise ValueError(
+                "each input must have coords (N, 3), without the batch, and feats (N, C); got "
+                f"{tuple(own.shape)} and {tuple(rows.shape)}"
+            )
         item = torch.full_like(own[:, :1], number)
         joined = torch.cat([item, own] if get_version() is Version.FIRST else [own, item], 1)
         coords.append(lower_corners("coords", joined))
-        feats.append(torch.as_tensor(x.feats))
+        feats.append(rows)
+    if len({rows.shape[1] for rows in feats}) != 1:
+        raise ValueError(f"the tensors of a batch must have as many channels; got {[tuple(f.shape) for f in feats]}")
     return SparseTensor(torch.cat(feats), torch.cat(coords), inputs[0].stride)
 
 
