@@ -11,9 +11,12 @@ True
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch.serialization import add_safe_globals
+
 import sparseconv.export  # noqa: F401 (registers the operators that exported programs call)
 from sparseconv.geometry import Boundary, IndexProjection, IndexRange, KernelMap, VoxelGrid, voxelize
-from sparseconv.plan import ConvolutionPlan
+from sparseconv.geometry.window import Window
+from sparseconv.plan import ConvolutionPlan, PlanSet
 from sparseconv.tensor import SparseTensor
 
 if TYPE_CHECKING:
@@ -49,6 +52,12 @@ MODULES = ("distributed", "export", "geometry", "interop", "nn", "ops", "pointwi
 
 #: public functions of these modules, loaded with them
 FUNCTIONS = {"accelerate": "nn", "quantize": "quantization", "stream": "streaming"}
+
+
+#: what ``torch.load(weights_only=True)`` may make: each checks what a file says of it
+add_safe_globals(
+    [Boundary, ConvolutionPlan, IndexProjection, IndexRange, KernelMap, PlanSet, SparseTensor, VoxelGrid, Window]
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -51,6 +51,10 @@ class SparseTensor(Movable):
             there = str(self.features.device)
             raise ValueError(f"features are on {there}, the grid is on {self.grid.device}: move it, grid.to({there!r})")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
     if not TYPE_CHECKING:  # to whom every name would exist
 
         def __getattr__(self, name: str) -> Any:

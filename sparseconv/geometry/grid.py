@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from sparseconv.geometry.gpu.window.found import WindowSearch
 
 #: what stays behind where a grid is pickled
-UNTRAVELLED = ("_table", "_cells", "_search", "sizes")
+UNTRAVELLED = ("_table", "_space", "_cells", "_search", "sizes")
 
 
 class VoxelGrid(Movable):
@@ -368,6 +368,18 @@ class VoxelGrid(Movable):
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in UNTRAVELLED} | {"derived": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A file is believed in its coords alone: a search within bounds that are not theirs would leave its arrays."""
+        self.__dict__.update(state)
+        if self.count is not None:
+            return
+        self.coords, self._box = checked_coords(self.coords), None
+        self._low, self._high = low, high = bounds(self.coords)
+        if low and not (low[0] >= 0 and high[0] < self.batch_size and max(high) < INT32.max):
+            raise ValueError(f"the file of a grid of {self.batch_size} batch items is damaged: it has {low} to {high}")
+        for name in ("extent", "batch_counts", "batch_offsets", "batch_rows"):
+            self.__dict__.pop(name, None)
 
     def __repr__(self) -> str:
         size = " x ".join(f"{v:g}" for v in self.voxel_size[: 1 if len(set(self.voxel_size)) == 1 else None])

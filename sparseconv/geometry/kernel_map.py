@@ -88,6 +88,11 @@ else:
             return instance.__dict__.setdefault(self.attrname, self.func(instance)) if found is None else found
 
 
+def _within(rows: torch.Tensor, count: int) -> bool:
+    low, high = torch.stack(torch.aminmax(rows)).tolist()
+    return low >= 0 and high < count
+
+
 class KernelMap(Movable):
     """Edges (tap, input row, output row), in the orders that execution needs.
 
@@ -381,6 +386,27 @@ class KernelMap(Movable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         bare = {"prepared": {}, "work_lists": WorkLists(), "_reverse": None, "_reverse_of": None, "source": None}
         self.__dict__.update(state, **bare, device=state["_pairs"][0].device)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError where edges of a file lead to rows or taps that are not there: kernels do not look."""
+        in_rows, out_rows, offsets = self._pairs
+        taps, count = range(self.num_taps), len(in_rows)
+        steps = torch.cat([offsets.new_zeros(1), offsets, offsets.new_tensor([count])]).diff()
+        right = (
+            in_rows.dtype == out_rows.dtype == torch.int32
+            and offsets.dtype == torch.int64
+            and in_rows.shape == out_rows.shape == (count,)
+            and offsets.shape == (self.num_taps + 1,)
+            and bool((steps >= 0).all() & (steps[[0, -1]] == 0).all())
+            and (count == 0 or all(_within(*pair) for pair in ((in_rows, self.num_in), (out_rows, self.num_out))))
+            and (self.identity_tap is None or (self.identity_tap in taps and self.num_in == self.num_out))
+            and (self.mirror is None or sorted(self.mirror) == list(taps))
+        )
+        if not right:
+            raise ValueError(
+                f"the file of a map of {self.num_in} to {self.num_out} rows by {len(taps)} taps is damaged"
+            )
 
     def __repr__(self) -> str:
         mean = self.num_pairs / max(1, self.num_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 
@@ -91,10 +92,69 @@ def test_transposing_twice_comes_home(grid):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plans_pickle(case):
     plan = build(case)
-    other = pickle.loads(pickle.dumps(plan))
     x, w, _ = operands(plan, case)
-    assert torch.equal(other.execute(x, w), plan.execute(x, w))
-    assert repr(other) == repr(plan)
+    for other in (pickle.loads(pickle.dumps(plan)), through_a_file(plan)):
+        assert torch.equal(other.execute(x, w), plan.execute(x, w))
+        assert repr(other) == repr(plan)
+
+
+def through_a_file(thing):
+    """What `torch.load` makes of it by default, which runs no code of the file's."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_grids_and_tensors_load_without_their_code(grid):
+    named = sc.VoxelGrid(grid.coords, 3, voxel_size=0.5, origin=(1.0, 2.0, 3.0))
+    x = sc.SparseTensor(named, torch.randn(len(grid), 4))
+    for one in (named, named.coarsen(2), sc.ConvolutionPlan(named, 3, stride=2).target):
+        other = through_a_file(one)
+        assert torch.equal(other.coords, one.coords)
+        assert repr(other) == repr(one)
+        assert torch.equal(other.lookup(one.coords), torch.arange(len(one)))
+    found = through_a_file({"x": x, "map": sc.ConvolutionPlan(named, 3).kernel_map})
+    assert torch.equal(found["x"].features, x.features)
+    assert torch.equal(found["map"].neighbors, sc.ConvolutionPlan(named, 3).kernel_map.neighbors)
+    assert found["x"].grid.batch_counts.tolist() == [len(grid), 0, 0]
+
+
+def test_what_a_damaged_file_says_is_refused(grid):
+    """Kernels read the rows that a map names, and searches the cells that a grid's bounds span, without a look."""
+    x = sc.SparseTensor(grid, torch.randn(len(grid), 4))
+    for changed in (grid.coords.clone().index_fill_(1, torch.tensor([0]), 7), grid.coords.float(), grid.coords[:, :1]):
+        other = through_a_file(grid)
+        other.coords = changed
+        with pytest.raises((ValueError, TypeError)):
+            through_a_file(other)
+    moved = through_a_file(grid)
+    moved._low, moved._high, moved.coords = (0, 0, 0, 0), (0, 1, 1, 1), moved.coords * 3
+    assert torch.equal(through_a_file(moved).lookup(grid.coords * 3), torch.arange(len(grid)))
+    longer = through_a_file(x)
+    longer.__dict__["features"] = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="one row a voxel"):
+        through_a_file(longer)
+    ins, outs, offsets = sc.ConvolutionPlan(grid, 3).kernel_map._pairs
+    for pairs in (
+        (ins + 1, outs, offsets),
+        (ins - 1, outs, offsets),
+        (ins, outs + 1, offsets),
+        (ins, outs[:-1], offsets),
+        (ins.long(), outs, offsets),
+        (ins, outs, offsets + 1),
+        (ins, outs, offsets.flip(0)),
+        (ins, outs, offsets[:-1]),
+    ):
+        plan = through_a_file(sc.ConvolutionPlan(grid, 3))
+        plan.kernel_map.__dict__["_pairs"] = pairs
+        with pytest.raises((ValueError, RuntimeError), match="damaged"):
+            through_a_file(plan)
+    for name, value in (("identity_tap", 27), ("mirror", (0,) * 27), ("num_in", 3), ("num_out", 3), ("num_taps", 26)):
+        plan = through_a_file(sc.ConvolutionPlan(grid, 3))
+        plan.kernel_map.__dict__[name] = value
+        with pytest.raises(ValueError, match="damaged"):
+            through_a_file(plan)
 
 
 def test_one_plan_serves_many_threads(grid):

@@ -15,6 +15,7 @@ from sparseconv.nn.models.resnet import ResNet
 from sparseconv.nn.models.second import SecondEncoder
 from sparseconv.plan import PlanSet, plan_within
 from sparseconv.plan.within import dense_shape
+from tests.plan.test_plan import through_a_file
 
 NETS = {
     "unet": lambda: nn.UNet(4, 3, channels=(4, 6, 8)),
@@ -75,6 +76,7 @@ def test_a_set_has_every_plan_and_pickles(name, no_building):
     sent = pickle.dumps(plans)
     no_building()
     here = pickle.loads(sent)
+    assert len(through_a_file(plans)) == len(plans)
     net.eval()
     for grid in (plans.grid, here.grid, here.into(sc.VoxelGrid(x.grid.coords, 2))):
         y = sc.SparseTensor(grid, x.features.clone().requires_grad_())
