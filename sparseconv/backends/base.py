@@ -193,7 +193,7 @@ class Backend(ABC):
         return []
 
 
-def turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
+def swap_channels(weight: torch.Tensor, groups: int) -> torch.Tensor:
     """(K, a/G, b) -> (K, b/G, a): the channels of each group exchanged; of one group, a view."""
     k, a, b = weight.shape
     return weight.reshape(k, a, groups, b // groups).permute(0, 3, 2, 1).reshape(k, b // groups, a * groups)

@@ -1,104 +1,49 @@
-"""Threads of a convolution on the CPU: those that each compute alone, and torch's own for a compiled function."""
+"""One compiled function on many threads at once, without Python's lock."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-Part = TypeVar("Part")
+_FUNCTION, _process = ctypes.CFUNCTYPE(None, ctypes.c_void_p), os.getpid()
 
 
-def share(work: Callable[[Part], None], parts: Iterable[Part], threads: int) -> None:
-    """Call ``work`` once for every part, on as many threads, which divide torch's number of threads among them.
-
-    torch's own threads meet at the end of every operation, and wait there for the slowest; these meet once, at the end
-    of the last part. Which thread takes which part is not fixed, so parts must not touch each other's results.
-    Without a gradient, as in the verbs that call this.
-
-    An error or an interrupt is raised once every thread has stopped: parts that nobody has begun are dropped. What
-    ``work`` refers to lives until then, so memory that a part still writes is never given away.
-
-    >>> found = []
-    >>> share(found.append, [1, 2, 3], threads=1)
-    >>> found
-    [1, 2, 3]
-    """
-    if threads == 1:
-        for part in parts:
-            work(part)
-        return
-    waiting = iter(list(parts))
-
-    @torch.no_grad()
-    def take() -> None:
-        for part in waiting:  # an iterator over a list hands each item to one thread only
-            work(part)
-
-    pool = _pool(threads, max(1, torch.get_num_threads() // threads), os.getpid())
-    asked: list[Future[None]] = []
-    try:
-        for _ in range(threads):
-            asked.append(pool.submit(take))
-        for done in asked:
-            done.result()
-    finally:
-        deque(waiting, maxlen=0)
-        wait(asked)
-
-
-@cache
-def _pool(threads: int, cores: int, process: int) -> ThreadPoolExecutor:
-    """Threads with so many cores each; a forked process, which inherits no threads, makes its own.
-
-    Each thread sets its own number of cores by OpenMP: ``torch.set_num_threads`` would set that of every thread which
-    asks for the first time meanwhile.
-    """
-
-    def begin() -> None:
-        torch.get_num_threads()  # a thread's first question takes torch's setting
-        if (limit := _openmp("omp_set_num_threads", ctypes.c_int)) is not None:
-            limit(cores)
-
-    return ThreadPoolExecutor(threads, "sparseconv", begin)
-
-
-def together(function: int, argument: int, threads: int, held: object) -> None:
-    """Call a compiled function (its address) with a pointer on as many threads at once, without Python's lock.
+def run_on_threads(function: int, argument: int, threads: int, owner: object) -> None:
+    """Call a compiled function (its address) with a pointer on as many threads.
 
     They are torch's own threads where it uses GNU's OpenMP, as its Linux packages do: after an operation those wait
-    for the next one awake, in the way of any others. ``held`` owns the memory behind the pointer; every thread's task
-    holds it, whatever becomes of the caller.
+    for the next one awake, in the way of any others. ``owner`` owns the memory behind the pointer; every thread's task
+    refers to it, so that memory that a thread still writes is never given away.
     """
     call = _FUNCTION(function)
     if threads == 1:
         call(argument)
-    elif os.getpid() == _process and (team := _openmp("GOMP_parallel", *_TEAM)) is not None:
+    elif os.getpid() == _process and (team := _openmp()) is not None:
         team(function, argument, threads, 0)
     else:  # OpenMP's threads do not survive a fork
 
-        def work(_: int, held: object = held) -> None:
+        def work(_: int, owner: object = owner) -> None:
             call(argument)
 
-        share(work, range(threads), threads)
-
-
-_FUNCTION, _process = ctypes.CFUNCTYPE(None, ctypes.c_void_p), os.getpid()
-_TEAM = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)  # function, argument, threads, flags
+        for done in [_pool(threads, os.getpid()).submit(work, number) for number in range(threads)]:
+            done.result()
 
 
 @cache
-def _openmp(name: str, *arguments: type) -> Any:
-    """A function of the OpenMP that this process has loaded, or None."""
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """A forked process, which inherits no threads, makes its own."""
+    return ThreadPoolExecutor(threads, "sparseconv")
+
+
+@cache
+def _openmp() -> Any:
+    """``GOMP_parallel(function, argument, threads, flags)`` of the OpenMP that this process has loaded, or None."""
     try:
-        found = getattr(ctypes.CDLL(None), name)
+        found = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes, found.restype = arguments, None
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     return found

@@ -10,9 +10,9 @@ from sparseconv.backends.base import Backend, Request
 #: in the order in which "auto" asks them; a backend is imported when it is first asked
 BACKENDS = {
     "llvm_implicit_gemm": "sparseconv.backends.llvm_implicit_gemm.backend:LlvmImplicitGemm",
-    "numpy_gather_scatter": "sparseconv.backends.numpy_gather_scatter:NumpyGatherScatter",
+    "numpy_gather_scatter": "sparseconv.backends.gather_scatter:NumpyGatherScatter",
     "triton_implicit_gemm": "sparseconv.backends.triton_implicit_gemm.backend:TritonImplicitGemm",
-    "cupy_gather_scatter": "sparseconv.backends.cupy_gather_scatter.backend:CupyGatherScatter",
+    "cupy_gather_scatter": "sparseconv.backends.cupy_gather_scatter:CupyGatherScatter",
 }
 
 

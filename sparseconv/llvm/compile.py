@@ -21,7 +21,7 @@ _engines: list[Any] = []  # whose code lives as long as they do
 def missing() -> str | None:
     """None where llvmlite is installed and knows this CPU, else what to do."""
     if find_spec("llvmlite") is None:
-        return "llvmlite, which compiles its kernels, is not installed: pip install 'sparseconv[cpu]'"
+        return "llvmlite, which compiles its kernels, is not installed: pip install llvmlite"
     try:
         host()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

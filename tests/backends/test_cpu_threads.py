@@ -1,4 +1,4 @@
-"""Threads of the CPU's engines: interrupts, errors, forks, torch's number of threads, plans that threads share."""
+"""Threads of the CPU's engines: interrupts, forks, plans that threads share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -32,55 +33,6 @@ def answer(code: str, timeout: int = 280) -> str:
     return done.stdout.strip()
 
 
-@pytest.fixture
-def two_threads():
-    kept = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(kept)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_an_error_is_raised_when_every_thread_has_stopped():
-    running, begun = [], threading.Barrier(2)
-
-    def work(part):
-        begun.wait(10)
-        if part == 0:
-            raise ValueError("part 0")
-        running.append(part)
-        time.sleep(0.3)
-        running.remove(part)
-
-    with pytest.raises(ValueError, match="part 0"):
-        cpu_threads.share(work, range(2), 2)
-    assert running == []
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_an_interrupt_drops_what_nobody_has_begun_and_waits_for_the_rest(monkeypatch):
-    """The wait for a part raises, as where Ctrl-C arrives in it."""
-    ended, begun = [], threading.Event()
-
-    def work(part):
-        begun.set()
-        time.sleep(0.2)
-        ended.append(part)
-
-    def interrupted(self, timeout=None):
-        begun.wait(10)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cpu_threads.Future, "result", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cpu_threads.share(work, range(50), 2)
-    count = len(ended)
-    assert 1 <= count < 50  # two, unless the machine is busy
-    time.sleep(0.5)
-    assert len(ended) == count
-
-
-@pytest.mark.usefixtures("two_threads")
 def test_a_task_holds_its_operands_where_even_the_wait_is_interrupted(monkeypatch):
     class Held:
         pass
@@ -92,11 +44,10 @@ def test_a_task_holds_its_operands_where_even_the_wait_is_interrupted(monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cpu_threads, "_FUNCTION", lambda function: lambda argument: release.wait(10))
-    monkeypatch.setattr(cpu_threads, "_openmp", lambda name, *arguments: None)
-    monkeypatch.setattr(cpu_threads, "wait", interrupted)
-    monkeypatch.setattr(cpu_threads.Future, "result", interrupted)
+    monkeypatch.setattr(cpu_threads, "_openmp", lambda: None)
+    monkeypatch.setattr(Future, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cpu_threads.together(0, 0, 2, held)
+        cpu_threads.run_on_threads(0, 0, 2, held)
     del held
     assert seen() is not None
     release.set()
@@ -104,39 +55,6 @@ def test_a_task_holds_its_operands_where_even_the_wait_is_interrupted(monkeypatc
     while seen() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert seen() is None
-
-
-@pytest.mark.skipif(cpu_threads._openmp("omp_set_num_threads") is None, reason="no OpenMP to ask")
-def test_torchs_number_of_threads_is_never_changed(two_threads, monkeypatch):
-    """Not for a moment: a thread whose first question comes in between would keep what it heard."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: pytest.fail(f"set to {number}"))
-    cpu_threads._pool.cache_clear()
-    found = []
-    cpu_threads.share(lambda part: found.append(torch.get_num_threads()), range(8), 2)
-    assert set(found) == {1}
-    assert torch.get_num_threads() == 2
-
-
-def test_first_calls_from_threads_leave_torchs_number_of_threads():
-    assert (
-        answer("""
-        import sys, threading, torch
-        from sparseconv.backends import cpu_threads
-        sys.setswitchinterval(1e-6)
-        torch.set_num_threads(4)
-        seen = []
-        def go():
-            cpu_threads.share(lambda part: None, range(8), 4)
-            seen.append(torch.get_num_threads())
-        for _ in range(20):
-            cpu_threads._pool.cache_clear()
-            several = [threading.Thread(target=go) for _ in range(6)]
-            for t in several: t.start()
-            for t in several: t.join()
-        print(set(seen), len(seen))
-        """)
-        == "{4} 120"
-    )
 
 
 INTERRUPTED = """

@@ -19,7 +19,7 @@ from sparseconv.interop.spconv import point_loop
 from sparseconv.llvm import compile as compiler
 from sparseconv.llvm import object_cache, target
 from sparseconv.llvm.target import host
-from tests.backends.test_numpy_gather_scatter import plain, random_map
+from tests.backends.test_gather_scatter import plain, random_map
 from tests.cpus import CPUS
 
 SECONDS = 2.0  # of compiling before a first call is answered
@@ -158,7 +158,7 @@ import sys, torch
 from sparseconv.llvm import compile as compiler
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
 from sparseconv.llvm.function import Function
-from tests.backends.test_numpy_gather_scatter import random_map
+from tests.backends.test_gather_scatter import random_map
 made, written = [], []
 plain, write = compiler.object_code, Function.text
 compiler.object_code = lambda *args: made.append(1) or plain(*args)

@@ -13,14 +13,13 @@ import torch
 import sparseconv as sc
 from sparseconv.backends import cpu_threads
 from sparseconv.backends.base import Request
-from sparseconv.backends.edge_chunks import sorted_edges
 from sparseconv.backends.llvm_implicit_gemm import backend as engine
 from sparseconv.backends.llvm_implicit_gemm import chunks, kernels, operands
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.llvm import compile as compiler
 from sparseconv.llvm.target import Target, host
-from tests.backends.test_numpy_gather_scatter import plain, random_map
+from tests.backends.test_gather_scatter import plain, random_map
 from tests.cpus import CPUS
 
 BACKEND = LlvmImplicitGemm()
@@ -133,7 +132,7 @@ def test_any_number_of_threads_gives_the_same_integers(monkeypatch, threads, tea
     monkeypatch.setattr(engine, "_threads", lambda multiplications: threads)
     monkeypatch.setattr(engine, "CHUNK", 1 << 10)
     if not teams:
-        monkeypatch.setattr(cpu_threads, "_openmp", lambda name, *arguments: None)
+        monkeypatch.setattr(cpu_threads, "_openmp", lambda: None)
     assert_equal(*all_three(random_map(5, 400, 300, 6), 24, 40))
 
 
@@ -205,7 +204,7 @@ def test_a_forked_process_makes_its_own_threads():
     want = BACKEND.forward(x, w, kernel_map, 1)
     nothing = operands.Operands()  # no parts: threads come and go
     address = kernels.kernel("forward", ((8,),), True, False, BACKEND.target or host())
-    cpu_threads.together(address, ctypes.addressof(nothing), 2, nothing)
+    cpu_threads.run_on_threads(address, ctypes.addressof(nothing), 2, nothing)
 
     def child(queue):
         engine._threads = lambda multiplications: 2
@@ -239,7 +238,7 @@ def test_refusals_say_what_to_do(monkeypatch):
         assert "cannot be used here: libLLVM.so" in BACKEND.unsupported(request(8, 8))
         monkeypatch.setattr(compiler, "find_spec", lambda name: None)
         compiler.missing.cache_clear()
-        assert "sparseconv[cpu]" in BACKEND.unsupported(request(8, 8))
+        assert "pip install llvmlite" in BACKEND.unsupported(request(8, 8))
     finally:
         compiler.missing.cache_clear()
 
@@ -257,7 +256,8 @@ def test_chunks_are_those_of_sorted_edges(rows, num_out):
     for seed in range(3):
         kernel_map = random_map(seed, 60, num_out, 5)
         found = chunks.cut(kernel_map, rows)
-        ins, outs = sorted_edges(kernel_map)
+        order = (kernel_map.pair_taps.long() * num_out + kernel_map.out_rows).argsort()
+        ins, outs = kernel_map.in_rows[order], kernel_map.out_rows[order]
         cuts = np.append(np.arange(0, num_out, rows), num_out)
         runs = pairwise(np.append(0, np.cumsum(kernel_map.tap_counts)).tolist())
         bounds = [a + outs[a:b].numpy().searchsorted(cuts) for a, b in runs]

@@ -1,4 +1,4 @@
-"""The CPU's strategy where llvmlite is installed: an implicit matrix product, compiled for the CPU at hand."""
+"""The CPU's strategy where llvmlite can be used: an implicit matrix product, compiled for the CPU at hand."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import ctypes
 import numpy as np
 import torch
 
-from sparseconv.backends.base import Backend, Request, turned
-from sparseconv.backends.cpu_products import not_on_cpu
-from sparseconv.backends.cpu_threads import together
-from sparseconv.backends.edge_chunks import reversed_edges
+from sparseconv.backends.base import Backend, Request, swap_channels
+from sparseconv.backends.cpu_threads import run_on_threads
+from sparseconv.backends.gather_scatter import NumpyGatherScatter, not_on_cpu
 from sparseconv.backends.integers import Rescale
-from sparseconv.backends.llvm_implicit_gemm.chunks import Chunks, cut
+from sparseconv.backends.llvm_implicit_gemm.chunks import Chunks, cut, reversed_edges
 from sparseconv.backends.llvm_implicit_gemm.integers import integer_kernel, together_in_rows, together_in_weight
 from sparseconv.backends.llvm_implicit_gemm.kernels import kernel, runs
 from sparseconv.backends.llvm_implicit_gemm.operands import APART, Operands
-from sparseconv.backends.numpy_gather_scatter import NumpyGatherScatter
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.llvm.compile import missing
 from sparseconv.llvm.target import Target, host
@@ -87,7 +85,7 @@ class LlvmImplicitGemm(Backend):
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> torch.Tensor:
         edges, taps = reversed_edges(kernel_map)
-        return self.forward(grad_out, turned(weight, groups)[taps], edges, groups)
+        return self.forward(grad_out, swap_channels(weight, groups)[taps], edges, groups)
 
     @torch.no_grad()
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
@@ -184,7 +182,7 @@ class LlvmImplicitGemm(Backend):
             address = integer_kernel(kind, shapes, target)
         else:
             address = kernel(kind, shapes, alone, is_double, target)
-        together(address, ctypes.addressof(operands), threads, (operands, taken, *held))
+        run_on_threads(address, ctypes.addressof(operands), threads, (operands, taken, *held))
 
 
 #: what sums the gradients of wide weights

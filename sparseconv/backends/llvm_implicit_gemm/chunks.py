@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from sparseconv.backends.edge_chunks import sorted_edges
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.llvm.compile import compiled
 from sparseconv.llvm.function import Function
@@ -48,7 +47,8 @@ def _cut(kernel_map: KernelMap, rows: int) -> Chunks:
     find, places = _find(), (ends.data_ptr(), cuts.data_ptr(), bounds.data_ptr())
     if not find(taps, len(cuts), *places, outs.data_ptr()):
         if taps * total > SPARSE * len(ins):
-            ins, outs = sorted_edges(kernel_map)
+            order = (kernel_map.pair_taps.long() * total + outs).argsort()
+            ins, outs = ins[order], outs[order]
         else:
             given, (ins, outs) = (ins, outs), (torch.empty_like(ins), torch.empty_like(outs))
             table = torch.zeros(total, dtype=torch.int32)
@@ -123,3 +123,11 @@ class _Sort(Function):
                     self.write(table, row, self.i64(0))
                     b.store(b.add(at, one), place)
         return self.finished(self.i64(0))
+
+
+def reversed_edges(kernel_map: KernelMap) -> tuple[KernelMap, list[int] | slice]:
+    """A map with the reversed edges, and which of this map's taps each of its own is.
+
+    The reversed edges of a tap are those of its mirror, where there is one: the chunks of the map serve twice.
+    """
+    return (kernel_map.reverse(), slice(None)) if kernel_map.mirror is None else (kernel_map, list(kernel_map.mirror))

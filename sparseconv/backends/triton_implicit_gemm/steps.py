@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparseconv.backends.base import turned
+from sparseconv.backends.base import swap_channels
 from sparseconv.gpu.program import Launch
 from sparseconv.gpu.streams import scratch
 
@@ -32,7 +32,7 @@ class Step:
 
     def __call__(self, x: torch.Tensor, other: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
         if self._exchange:
-            other = turned(other, self._exchange).contiguous()
+            other = swap_channels(other, self._exchange).contiguous()
         if self._last is None:
             self._sums(x, other, out, *more)
             return

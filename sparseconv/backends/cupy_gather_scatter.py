@@ -1,13 +1,16 @@
-"""The two kernels on either side of the matrix product, from CUDA text through CuPy, and their torch twin."""
+"""Gather-scatter on a GPU: rows are moved by CUDA kernels that CuPy compiles. Importing this loads no CuPy."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
+from sparseconv.backends.base import Request
+from sparseconv.backends.gather_scatter import FLOATING, GatherScatter
 from sparseconv.gpu.launch_log import listeners, tell
 
 #: widest first: the CUDA type that moves so many bytes
@@ -22,18 +25,19 @@ THREADS = 256
 MAX_BLOCKS = 1 << 16
 
 
-class RowKernels(Protocol):
-    """What the backend needs moved: rows out of a matrix, and rows added into one."""
+class CupyGatherScatter(GatherScatter):
+    """On a GPU: two kernels compiled by NVRTC on first use run on torch's current stream, in torch's memory."""
 
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """out[i] = x[rows[i]]; zeros where rows[i] is negative."""
+    name = "cupy_gather_scatter"
 
-    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
-        """total[rows[i]] += product[i]; nothing where rows[i] is negative; no row occurs twice."""
-
-
-class CupyRowKernels:
-    """The CUDA kernels, compiled by NVRTC on first use, on torch's current stream and in torch's memory."""
+    def unsupported(self, request: Request) -> str | None:
+        if request.dtype not in FLOATING:
+            return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64"
+        if request.device.type != "cuda":
+            return f"it runs on CUDA devices and the plan is on {request.device}"
+        if find_spec("cupy") is None:
+            return "CuPy is not installed: pip install cupy-cuda13x (cupy-cuda12x for CUDA 12)"
+        return None
 
     def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         """out[i] = x[rows[i]]; zeros where rows[i] is negative. Rows of x may be strided; out is contiguous."""

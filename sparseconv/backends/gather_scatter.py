@@ -1,0 +1,200 @@
+"""Convolution tap by tap: gather the rows that a tap reads, one dense product, add the products to their output rows.
+
+Two strategies move rows: NumPy's indexing on a CPU, kernels compiled by CuPy on a GPU. torch multiplies, by BLAS or
+cuBLAS.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sparseconv.backends.base import Backend, Request, swap_channels, with_dense_rows
+from sparseconv.backends.integers import Rescale
+from sparseconv.geometry.kernel_map import KernelMap
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class GatherScatter(Backend):
+    """The loop over taps; a subclass moves rows.
+
+    The tap that maps every row to itself is one product of the whole matrix and starts the sums. Taps run one after
+    another and no row occurs twice in a tap, so nothing is added by atomics and every run gives the same bits.
+    """
+
+    @abstractmethod
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = x[rows[i]]; rows of x are dense, out is contiguous."""
+
+    @abstractmethod
+    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
+        """total[rows[i]] += product[i]; both are contiguous, and no row occurs twice."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.sums(x, weight, kernel_map, groups, bias).to(x.dtype)
+
+    def sums(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = with_dense_rows(x)
+        c_in, c_out, wide = x.shape[1], weight.shape[2], torch.promote_types(x.dtype, torch.float32)
+        total = torch.zeros(kernel_map.num_out, c_out, dtype=wide, device=x.device)
+        gathered = torch.empty(kernel_map.max_pairs_per_tap, c_in, dtype=x.dtype, device=x.device)
+        products = torch.empty(kernel_map.max_pairs_per_tap, c_out, dtype=wide, device=x.device)
+        identity = kernel_map.identity_tap
+        if identity is not None:
+            _multiply(x, weight[identity], groups, total)
+        for tap, ins, outs in _taps(kernel_map):
+            if tap != identity:
+                self.gather(x, ins, gathered[: len(ins)])
+                _multiply(gathered[: len(ins)], weight[tap], groups, products[: len(ins)])
+                self.scatter_add(products[: len(ins)], outs, total)
+        return total if bias is None else total.add_(bias)
+
+    def input_grad(
+        self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> torch.Tensor:
+        return self.forward(grad_out, swap_channels(weight, groups), kernel_map.reverse(), groups)
+
+    def input_grad_onto(
+        self,
+        grad_out: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        other: torch.Tensor,
+    ) -> torch.Tensor:
+        total = self.sums(grad_out, swap_channels(weight, groups), kernel_map.reverse(), groups)
+        return total.add_(other).to(grad_out.dtype)
+
+    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
+        x, grad_out = with_dense_rows(x), with_dense_rows(grad_out)
+        c_in, c_out = x.shape[1] // groups, grad_out.shape[1]
+        out = torch.zeros(kernel_map.num_taps, c_in, c_out, dtype=x.dtype, device=x.device)
+        left, right = (t.new_empty(kernel_map.max_pairs_per_tap, t.shape[1]) for t in (x, grad_out))
+        for tap, ins, outs in _taps(kernel_map):
+            a, b = (t[: len(ins)] for t in ((x, grad_out) if tap == kernel_map.identity_tap else (left, right)))
+            if tap != kernel_map.identity_tap:
+                self.gather(x, ins, a)
+                self.gather(grad_out, outs, b)
+            if c_in == 1 and groups == c_out:
+                out[tap] = (a * b).sum(0)
+            else:
+                out[tap] = torch.bmm(_by_group(a, groups).mT, _by_group(b, groups)).transpose(0, 1).flatten(1)
+        return out
+
+    def workspace_bytes(self, request: Request) -> int:
+        """Rows and products of the largest tap; for halves fp32 sums, and on a CPU fp32 operands."""
+        kernel_map, channels = request.kernel_map, request.c_in + request.c_out
+        size = max(4, request.dtype.itemsize)
+        weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups
+        widened = max(kernel_map.num_in, kernel_map.num_out) * channels + weight
+        return size * (2 * kernel_map.max_pairs_per_tap * channels + widened * (request.dtype.itemsize < 4))
+
+
+class NumpyGatherScatter(GatherScatter):
+    """On a CPU: rows are moved by NumPy, and halves are computed in fp32."""
+
+    name = "numpy_gather_scatter"
+
+    def unsupported(self, request: Request) -> str | None:
+        return not_on_cpu(request)
+
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        np.take(x.detach().numpy(), rows.numpy(), axis=0, out=out.numpy(), mode="clip")
+
+    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
+        total.numpy()[rows.numpy()] += product.numpy()
+
+    @torch.no_grad()
+    def sums(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return super().sums(x.to(wide).contiguous(), weight.to(wide), kernel_map, groups, bias)
+
+    @torch.no_grad()
+    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x, grad_out, dtype = x.to(wide).contiguous(), grad_out.to(wide).contiguous(), x.dtype
+        return super().weight_grad(x, grad_out, kernel_map, groups).to(dtype)
+
+    def integers(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+        rescale: Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """In fp64, whose integers up to 2^53 are exact: sums of int8 products stay below 2^31."""
+        sums = self.sums(x.double(), weight.double(), kernel_map, groups, bias).int()
+        return sums if rescale is None else rescale.apply(sums, residual)
+
+    def workspace_bytes(self, request: Request) -> int:
+        if request.dtype != torch.int8:
+            return super().workspace_bytes(request)
+        kernel_map = request.kernel_map
+        weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups
+        widened = kernel_map.num_in * request.c_in + 4 * kernel_map.num_out * request.c_out + weight
+        return super().workspace_bytes(replace(request, dtype=torch.float64)) + 8 * widened
+
+
+def not_on_cpu(request: Request) -> str | None:
+    """None where a request is for the CPU and of a dtype that it computes, else a sentence that says why not."""
+    if request.device.type != "cpu":
+        return f"it runs on the CPU and the plan is on {request.device}"
+    if request.dtype not in (*FLOATING, torch.int8):
+        return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64, or int8 without a gradient"
+    return None
+
+
+def _taps(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Each live tap with its input and output rows."""
+    start = 0
+    for tap, count in enumerate(kernel_map.tap_counts):
+        if count:
+            yield tap, kernel_map.in_rows[start : start + count], kernel_map.out_rows[start : start + count]
+        start += count
+
+
+def _multiply(a: torch.Tensor, w: torch.Tensor, groups: int, out: torch.Tensor) -> None:
+    """out = a @ w, group by group, in the dtype of ``out``: fp32 for halves."""
+    if groups > 1 and w.shape[0] == 1 and groups == out.shape[1]:
+        torch.mul(a, w, out=out)
+    elif groups > 1:
+        left, right = (_by_group(t, groups).to(out.dtype) for t in (a, w))
+        out.copy_(torch.bmm(left, right).transpose(0, 1).flatten(1))
+    elif a.dtype == out.dtype:
+        torch.mm(a, w, out=out)
+    else:
+        torch.mm(a, w, out_dtype=out.dtype, out=out)
+
+
+def _by_group(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """(M, G c) seen as (G, M, c)."""
+    return rows.unflatten(1, (groups, rows.shape[1] // groups)).transpose(0, 1)
