@@ -254,6 +254,15 @@ def test_an_archive_that_inflates_a_thousandfold_is_refused(tmp_path):
     refused_at_once(tmp_path / "bomb.npz", "unfolds to 240,000,128 bytes")
 
 
+def test_an_archive_whose_members_share_a_name_is_refused(tmp_path):
+    """Readers disagree in which of the two they take."""
+    write(tmp_path / "a.npz", POINTS)
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(archive.namelist()[0], archive.read(archive.namelist()[0]))
+    with pytest.raises(ValueError, match="two of its members are called"):
+        read_cloud(tmp_path / "a.npz")
+
+
 def test_archives_are_held_to_their_checksums(tmp_path):
     write(tmp_path / "a.npz", POINTS)
     data = bytearray((tmp_path / "a.npz").read_bytes())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseconv import ConvolutionPlan, VoxelGrid
-from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
+from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits
 from sparseconv.geometry.ranges import Boundary, IndexRange
 
 
@@ -45,6 +45,36 @@ def test_extents_are_known_before_the_voxels(scene: tuple[VoxelGrid, Window]) ->
         assert known == box_of(coarse)
     elif len(coarse):
         assert known.encloses(box_of(coarse))
+
+
+@given(scenes(), st.data())
+def test_forbid_keeps_the_voxels_whose_window_lies_in_the_extent(
+    scene: tuple[VoxelGrid, Window], data: st.DataObject
+) -> None:
+    grid, window = scene
+
+    def lies_in(extent: IndexRange, at: list[int]) -> bool:
+        return all(lo <= v < hi for lo, v, hi in zip(extent.start, at, extent.end))
+
+    margins = data.draw(st.tuples(*[st.integers(0, 3)] * (2 * grid.rank)))
+    wider = IndexRange(
+        tuple(s - m for s, m in zip(grid.extent.start, margins)),
+        tuple(e + m for e, m in zip(grid.extent.end, margins[grid.rank :])),
+    )
+    everything = coarse_grid(grid, window, Boundary.absent())
+    for boundary, extent in ((Boundary.forbid(wider), wider), (Boundary("forbid"), grid.extent)):
+        kept = []
+        for row in everything.coords.tolist():
+            seen = [[s * c + o for s, c, o in zip(window.stride, row[1:], offset)] for offset in window.offsets]
+            kept += [row] if all(lies_in(extent, at) for at in seen) else []
+        assert coarse_grid(grid, window, boundary).coords.tolist() == kept
+        assert fits(everything, grid, window, boundary).coords.tolist() == kept
+    reached = fine_grid(grid, window, Boundary.absent()).coords.tolist()
+    inner = IndexRange(
+        tuple(min(e - 1, s + m) for s, e, m in zip(grid.extent.start, grid.extent.end, margins)), grid.extent.end
+    )
+    kept = [row for row in reached if lies_in(inner, row[1:])]
+    assert fine_grid(grid, window, Boundary.forbid(inner)).coords.tolist() == kept
 
 
 def test_common_windows_need_no_look() -> None:

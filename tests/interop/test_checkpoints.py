@@ -322,6 +322,11 @@ def test_archives_are_held_to_their_checksums_and_sizes(tmp_path):
     torch.save({"a.weight": torch.zeros(1).expand(1 << 40)}, path)
     with pytest.raises(ValueError, match="unfolds to 4,398,046,511,104 bytes"):
         read(path)
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(archive.namelist()[0], b"another")
+    with pytest.raises(ValueError, match="two of its members are called"):
+        read(path)
     torch.save({"a.weight": torch.eye(3).to_sparse()}, path)
     with pytest.raises(ValueError, match="plain tensors"):
         read(path)

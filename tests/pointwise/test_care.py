@@ -277,3 +277,27 @@ def test_a_module_with_an_activation_is_copied_and_saved(tmp_path):
     assert layer.activation is pw.silu
     torch.save(layer.activation, tmp_path / "activation.pt")
     assert torch.load(tmp_path / "activation.pt", weights_only=False) is pw.silu
+
+
+@needs_kernels
+def test_what_a_kernel_wrote_in_place_is_known_to_autograd():
+    from tests.pointwise.scalar_functions import axpy
+
+    function = pointwise_dynamic(
+        axpy, is_tensor=[True, True, False], dtypes=[None, None, float], promotion_methods=[(0, 1, "DEFAULT")]
+    )
+    x, y = torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    weight = torch.ones(4, device=DEVICE, requires_grad=True)
+    for _ in range(2):  # a second call of these arguments is launched as the first was remembered
+        saved, before = weight * x, x._version
+        with torch.no_grad():
+            function(x, y, 2.0, out=x)
+        assert x._version == before + 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+    assert x.tolist() == [5.0] * 4
+    memory = torch.zeros(8, device=DEVICE)
+    before = memory._version
+    function(x, y, 2.0, out=StridedBuffer(memory, shape=(4,), strides=(2,)))
+    assert memory._version == before + 1
+    assert memory.tolist() == [7.0, 0.0] * 4
