@@ -1,5 +1,6 @@
-"""What all tests share: hypothesis without a clock, one thread of torch for each worker, and Triton's interpreter where
-there is no GPU, which must be said before Triton is first imported."""
+"""What all tests share: hypothesis without a clock, one thread of torch for each worker, memory that holds NaN until it
+is written, names of failures as they come, and Triton's interpreter where there is no GPU, which must be said before
+Triton is first imported."""
 
 import os
 import sys
@@ -10,6 +11,7 @@ from hypothesis import settings
 
 from tests.cpus import CPUS, hold, is_held
 from tests.interpreter import hasten
+from tests.uninitialised import fill_uninitialised
 
 settings.register_profile("sparseconv", deadline=None, max_examples=60, print_blob=True, derandomize=True)
 settings.load_profile("sparseconv")
@@ -20,13 +22,39 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
+fill_uninitialised()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu", choices=list(CPUS), help="hold the compiled CPU engine to an older CPU than this one")
 
 
+class FailuresAtOnce:
+    """Names each failure when it comes, so that a run that is cut short has named those that it met."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._write(f"{'FAILED' if report.when == 'call' else 'ERROR'} {report.nodeid}", report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(f"ERROR {report.nodeid}", report)
+
+    def _write(self, what: str, report: pytest.TestReport | pytest.CollectReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is None:  # a worker's: the process that started it writes
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        terminal.write("\n")
+        terminal.write_line(what + (f" - {crash.message.splitlines()[0]}" if crash and crash.message else ""), red=True)
+        terminal.flush()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
     name = config.getoption("--cpu")
     if name is None:
         return
