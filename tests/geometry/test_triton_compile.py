@@ -45,7 +45,7 @@ around = (3, shifts, places, False, 27, 3)
 by_key = (3, shifts, places, False, 0, 2)
 folded = (3, shifts, places, True, 0, 1)
 jobs = [
-    (table.MEASURE, (4, 4, 512)), (table.CLEAR, (4, 4, 1024, 10)),
+    (table.CLEAR, (4, 4, 1024, 10)),
     (table.INSERT, (4, shifts, True, 128)), (table.INFO, (4, shifts, 15, 4, 512)),
     (table.PLACE, (4, 4, True, True, 0, 0, 256)), (table.PLACE, (4, 4, True, False, 15, 32, 256)),
     (table.LOOKUP, (4, shifts, 128)),

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from sparseconv import VoxelGrid
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
 from sparseconv.geometry.gpu.hash_table import table as hash_table
-from sparseconv.geometry.gpu.hash_table.table import build_table, decode_ranges, lookup, measure_ranges, read_table
+from sparseconv.geometry.gpu.hash_table.table import build_table, decode_ranges, encode_ranges, lookup, read_table
 from sparseconv.geometry.gpu.order.row_keys import row_keys
 from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
 from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of, reverse_neighbors
@@ -89,7 +89,7 @@ def test_lookup(rank: int) -> None:
     assert decode_ranges(table.ranges) == (tuple(coords.amin(0).tolist()), tuple(coords.amax(0).tolist()))
     assert torch.equal(lookup(table, coords).cpu(), torch.arange(len(coords), dtype=torch.int32))
     assert torch.equal(lookup(table, queries), lookup_torch(coords, queries))
-    known = build_table(coords, measure_ranges(coords))
+    known = build_table(coords, encode_ranges(coords.amin(0).tolist(), coords.amax(0).tolist()).to(DEVICE))
     assert torch.equal(lookup(known, queries[::2]), lookup_torch(coords, queries[::2]))  # not contiguous
 
 

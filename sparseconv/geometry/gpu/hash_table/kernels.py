@@ -24,13 +24,6 @@ from sparseconv.gpu.launcher import Launcher, follow
 
 
 @triton.jit
-def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest x + 2^31 and largest 2^32 - 1 - (x + 2^31) of each column."""
-    follow()
-    measure_rows(coords_ptr, coords_ptr, ranges_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
-
-
-@triton.jit
 def clear_kernel(
     coords_ptr, copy_ptr, ranges_ptr, table_ptr, barriers_ptr, n, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_BARRIERS: tl.constexpr,
@@ -366,7 +359,6 @@ def lookup_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-MEASURE = Launcher(ranges_kernel, (_I32, _I32, int, int))
 CLEAR = Launcher(clear_kernel, (_I32, _I32, _I32, _I64, _I32, int, int, int))
 INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I64, _I32, _I32, int, int))
 INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, _I32, _I64, _I32, _I32, int))

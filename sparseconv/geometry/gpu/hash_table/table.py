@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparseconv.geometry.gpu.hash_table.kernels import CLEAR, INFO, INSERT, LOOKUP, MEASURE, PLACE, TABLE
+from sparseconv.geometry.gpu.hash_table.kernels import CLEAR, INFO, INSERT, LOOKUP, PLACE, TABLE
 from sparseconv.gpu.arena import Arena, Kinds
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, programs_at_once
 from sparseconv.gpu.launcher import INTERPRETED, Pointer, ceil_div, pointer, power_of_2
@@ -71,7 +71,7 @@ class CoordinateTable:
     """
 
     coords: torch.Tensor  # (N, 1+D) int32, contiguous
-    given_ranges: torch.Tensor | None  # (1+D, 2) int32, see measure_ranges; None: the arena's
+    given_ranges: torch.Tensor | None  # (1+D, 2) int32, see encode_ranges; None: the arena's
     arena: Arena  # its arrays: SLOTS, STATUS, RANGES and so on
     capacity: int  # slots
     shifts: tuple[int, ...]  # log2 of a block's edge along each axis, the batch (0) first
@@ -94,7 +94,7 @@ class CoordinateTable:
 
     @property
     def ranges(self) -> torch.Tensor:
-        """(1+D, 2) int32 on the device, see `measure_ranges`."""
+        """(1+D, 2) int32 on the device, see `encode_ranges`."""
         if self.given_ranges is not None:
             return self.given_ranges
         return self.arena.tensor(RANGES).view(-1, 2)
@@ -122,19 +122,6 @@ class CoordinateTable:
 SLOTS, STATUS, RANGES, COUNTS, IDS, INFOS, KEYS, ROWS, ENTRIES = range(9)
 _I32, _I64 = torch.int32, torch.int64
 TABLE_KINDS = Kinds((_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64))
-
-
-def measure_ranges(coords: torch.Tensor) -> torch.Tensor:
-    """Smallest and largest value of each column of coords (N, 1+D) int32, left on the device, encoded.
-
-        out[c] = (max + 2^31, 2^32 - 1 - (min + 2^31)) as unsigned 32-bit numbers, so that zeros mean "no row yet"
-
-    Returns (1+D, 2) int32; ``decode_ranges`` reads it.
-    """
-    out = torch.zeros(coords.shape[1], 2, dtype=torch.int32, device=coords.device)
-    if coords.shape[0]:
-        _launch_ranges(coords, pointer(out))
-    return out
 
 
 def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -173,7 +160,7 @@ def build_table(
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
 
-    ``ranges`` are those of ``measure_ranges`` where they are known; else ``copy`` may be an array like coords, into
+    ``ranges`` are those of ``encode_ranges`` where they are known; else ``copy`` may be an array like coords, into
     which the launch that measures them copies them: the table is then of the copy.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
     ``reported`` sends status and ranges to the host, for a `read_table` that follows. With given ranges, rows outside
@@ -198,8 +185,6 @@ def build_table(
     elif n:
         if cleared:
             _launch_clear(table, given)
-        elif ranges is None:
-            _launch_ranges(coords, table.pointers[0])
         _launch_build(table, device_count if checked else None)
     return table
 
@@ -265,7 +250,10 @@ def rows_per_chunk(n: int) -> int:
 
 
 def encode_ranges(low: Sequence[int], high: Sequence[int]) -> torch.Tensor:
-    """(1+D, 2) int32 on the host: what `measure_ranges` leaves of rows from ``low`` to ``high``, inclusive."""
+    """(1+D, 2) int32 on the host, the ranges of rows from ``low`` to ``high``, inclusive, as kernels read them.
+
+    out[c] = (high + 2^31, 2^32 - 1 - (low + 2^31)) as unsigned 32-bit numbers, so that zeros mean "no row yet"
+    """
     return torch.tensor([(h + 2**31, 2**31 - 1 - v) for v, h in zip(low, high)]).int()
 
 
@@ -317,12 +305,6 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def pack_shifts(shifts: tuple[int, ...]) -> int:
     """Shifts as one integer, four bits an axis."""
     return sum(s << (4 * axis) for axis, s in enumerate(shifts))
-
-
-def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
-    n, columns = coords.shape
-    blocks = min(ceil_div(n, 512), 528)
-    MEASURE(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, width_of(columns), 512))
 
 
 def _launch_clear(table: CoordinateTable, given: torch.Tensor) -> None:
