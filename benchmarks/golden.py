@@ -150,7 +150,9 @@ def _jobs(edges: KernelMap, most: int) -> Any:
 
 def _compiled() -> None:
     """Wait for kernels that compile on threads of their own."""
-    _named("await_compilers")()
+    wait = _named("await_compilers")  # an earlier version's
+    if wait is not None:
+        wait()
 
 
 def _beside(device: torch.device) -> Any:

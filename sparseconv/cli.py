@@ -16,7 +16,7 @@ from rich.text import Text
 import sparseconv
 from sparseconv.bench.command import bench
 from sparseconv.export.command import package_program
-from sparseconv.gpu.compiling.command import compile_step
+from sparseconv.gpu.precompile import compile_step
 from sparseconv.info import text
 from sparseconv.interop.command import convert
 

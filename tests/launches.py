@@ -37,16 +37,11 @@ def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
     """Launches by kernel, and waits by what waits, within."""
     launches: Counter[str] = Counter()
     waits: Counter[str] = Counter()
-    call, if_ready, read = Launcher.__call__, Launcher.if_ready, Report.read
+    call, read = Launcher.__call__, Report.read
 
     def launched(self: Launcher, *args: Any) -> None:
         launches[self.function.__name__] += 1
         call(self, *args)
-
-    def ready(self: Launcher, *args: Any) -> Any:
-        launch = if_ready(self, *args)
-        launches[self.function.__name__] += launch is not None
-        return launch
 
     def waited(self: Report) -> list[int]:
         waits["report"] += self._values is None
@@ -61,7 +56,6 @@ def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
     with (
         patch.object(torch.Tensor, "tolist", listed),
         patch.object(Launcher, "__call__", launched),
-        patch.object(Launcher, "if_ready", ready),
         patch.object(Report, "read", waited),
         _Waits(waits),
     ):

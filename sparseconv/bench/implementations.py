@@ -131,11 +131,6 @@ class Sparseconv(Convolution):
 
     def settle(self) -> None:
         self.prepare()  # the first map that knows what maps are asked for
-        if self.coords.is_cuda:
-            from sparseconv.gpu.launcher import await_compilers
-
-            await_compilers()
-            self.prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.plan.execute(x, self.weight)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,16 +13,14 @@ from triton.language.extra.cuda import gdc_wait
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 
-from sparseconv.gpu.compiling.job import Job, compile_kernel, job_of, put_mark
-from sparseconv.gpu.compiling.pool import Pool, current_target, pool_of, wait_for_pools
 from sparseconv.gpu.launch_log import listeners, tell
 from sparseconv.gpu.triton_private import (
     SHARED_ARGUMENTS,
-    build_shared_launcher,
     builds_launchers,
     call_of,
     early,
     entry_of,
+    fix_cache_key,
     with_shared_launcher,
 )
 from sparseconv.torch_private import current_device, is_capturing
@@ -37,17 +31,8 @@ RESIDENT, REGISTERS = 4, 65_536
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
 
 
-#: the name of threads that compile ahead
-COMPILER = "sparseconv compiler"
-#: seconds that a thread of Python computes, at most, while Triton's files are read; Python's own number is 0.005
-TURN = 0.0002
-#: times that a kernel is compiled ahead before whoever launches it is told what fails
-TRIES = 3
-
 #: what the text of a kernel has in it that begins with `follow`, on cards that can launch it early
 FOLLOWS = "griddepcontrol.wait"
-
-_reading, _starting = threading.Lock(), threading.Lock()
 
 
 @triton.jit
@@ -103,11 +88,6 @@ class Launcher:
         )
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
-        self._begun: set[tuple] = set()
-        #: the jobs of those that are compiled beside this process
-        self._jobs: dict[tuple, Job] = {}
-        #: what threads of their own failed with, who try again a few times
-        self.failures: dict[tuple, list[Exception]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
         if INTERPRETED:
@@ -124,64 +104,6 @@ class Launcher:
                 ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
         return ready
 
-    def if_ready(self, device: torch.device, constants: tuple) -> Callable[[int, int, tuple], None] | None:
-        """What launches, where no compiler is waited for; else its thread is started, and None."""
-        ready = self._ready.get((device.index, constants))
-        if ready is None and INTERPRETED:
-            return lambda x, y, args: self.function[x, y](*args, *constants)
-        if ready is None:
-            kernel = self._compiled.get((device.index, constants))
-            job, pool = self._jobs.get((device.index, constants)), compilers_for(device.index)
-            is_cached = job is not None and pool is not None and job.mark in pool.done
-            if is_cached or (kernel is not None and kernel.done()):
-                return self.on(device.index, constants)
-            self.ahead(device, constants)
-        return ready
-
-    def ahead(self, device: torch.device, constants: tuple) -> None:
-        """Compile what a device will soon be asked to launch, in a process beside this one or on a thread of its own;
-        that launch says what fails."""
-        key = device.index, constants
-        if INTERPRETED or (key in self._begun and key not in self._jobs):
-            return
-        if self._give_away(key):
-            return
-        self._begun.add(key)
-        threading.Thread(target=self._compile_for, args=(device, constants), name=COMPILER).start()
-
-    def _give_away(self, key: tuple) -> bool:
-        """Whether a process beside this one compiles a kernel, or has, or Triton's cache has it."""
-        if key in self._compiled:
-            return True
-        index, constants = key
-        pool = compilers_for(index)
-        if pool is None:
-            return False
-        job = self._jobs.get(key)
-        if job is None and pool.is_usable:
-            job = job_of(self.function, self.types, constants, self._all_options, pool.target)
-        if job is None or not pool.submit(job):
-            self._jobs.pop(key, None)
-            return False
-        self._jobs[key] = job
-        self._begun.add(key)
-        return True
-
-    @property
-    def _all_options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
-
-    def _compile_for(self, device: torch.device, constants: tuple) -> None:
-        key = device.index, constants
-        try:
-            with torch.cuda.device(device):
-                self.compile(constants)
-        except Exception as error:
-            failures = self.failures.setdefault(key, [])
-            failures.append(error)
-            if len(failures) < TRIES:
-                self._begun.discard(key)
-
     def compile(self, constants: tuple) -> Any:
         """Triton's compiled kernel for these constants on the current device; once, whichever threads ask."""
         mine: Future = Future()
@@ -190,13 +112,11 @@ class Launcher:
         if found is not mine:
             return found.result()
         try:
-            read_triton()
-            job, pool = self._jobs.get(key), compilers_for(key[0]) if key in self._jobs else None
-            if job is not None and pool is not None:
-                pool.take(job.mark)
-            mine.set_result(compile_kernel(self.function, self.types, constants, self._all_options))
-            if job is not None:
-                put_mark(job.mark)
+            for value in (self.function, *constants):
+                fix_cache_key(value)
+            options = {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
+            examples = [13 if kind is int else kind for kind in self.types]  # neither 1 nor a multiple of 16
+            mine.set_result(self.function.warmup(*examples, *constants, grid=(1,), **options))
         except BaseException as error:
             del self._compiled[key]  # who asks again tries again
             mine.set_exception(error)
@@ -231,71 +151,6 @@ class Launcher:
         return launch
 
 
-def compilers_for(index: int) -> Pool | None:
-    """The processes that compile for a device; None where Triton has no driver for it."""
-    try:
-        return pool_of(current_target(index))
-    except (RuntimeError, AssertionError):
-        return None
-
-
-def await_compilers() -> None:
-    """Wait for all that is being compiled ahead."""
-    wait_for_pools()
-    for thread in threading.enumerate():
-        if thread.name == COMPILER:
-            thread.join()
-
-
-def read_triton() -> None:
-    """What Triton needs before its first kernel, done once, whichever threads ask."""
-    for part in (read_files, start_driver):
-        part()
-
-
-def read_files() -> None:
-    """The digest of Triton's files, which is part of every kernel's name in its cache."""
-    with _reading:
-        _files()
-
-
-def start_driver() -> None:
-    """What Triton calls of the card's driver, and the launcher that kernels share: both by a C compiler at first."""
-    with _starting:
-        _driver()
-
-
-@cache
-def _files() -> None:
-    with suppress(ImportError):
-        from triton.runtime.cache import triton_key
-
-        with short_turns():
-            triton_key()
-
-
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Within it, Python's threads wait for `TURN` seconds at most until another one, which computes, lets them go on.
-
-    A thread that reads a large file asks for its turn at each piece. What somebody else sets meanwhile stays.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, TURN))
-    ours = sys.getswitchinterval()
-    try:
-        yield
-    finally:
-        if sys.getswitchinterval() == ours:
-            sys.setswitchinterval(before + 5e-7)  # Python cuts off what is no whole microsecond
-
-
-@cache
-def _driver() -> None:
-    if builds_launchers():
-        threading.Thread(target=build_shared_launcher, name=COMPILER).start()
-
-
 def ceil_div(a: int, b: int) -> int:
     """The smallest integer that is at least a / b (Triton's own costs microseconds a call)."""
     return -(-a // b)
@@ -309,8 +164,3 @@ def power_of_2(n: int) -> int:
 def pointer(tensor: torch.Tensor) -> Pointer:
     """What a launcher takes for a tensor."""
     return tensor if INTERPRETED else tensor.data_ptr()
-
-
-if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: during the imports that follow
-    for _part in (read_files, start_driver):
-        threading.Thread(target=_part, name=COMPILER).start()

@@ -48,10 +48,6 @@ class Program:
 
         return knobs.runtime
 
-    def ahead(self, device: torch.device) -> None:
-        """Compile for a device on a thread of its own."""
-        self._launcher.ahead(device, self._values)
-
     def compile(self) -> None:
         """Compile for the current device without running."""
         self._launcher.compile(self._values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,26 @@ SHARED_ARGUMENTS = 56
 BUILT_FORM = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
 
 SHARED = SimpleNamespace(constants={}, signature=dict.fromkeys(range(SHARED_ARGUMENTS), "i64"))
+
+
+#: functions whose cache keys were worked out, by their identity, and kept so that no other gets it
+_fixed: dict[int, Any] = {}
+
+
+def fix_cache_key(function: Any) -> None:
+    """Work out the cache key of a jitted function after those of all that it calls.
+
+    Triton 3.6 leaves out of a key what a called function reads of its module, unless that function's key is known. So
+    a key would depend on what was compiled before it, and a changed constant could find an old kernel.
+    """
+    inner: Any = getattr(function, "fn", None)
+    code = getattr(inner, "__code__", None)
+    if code is None or not hasattr(type(function), "cache_key") or id(function) in _fixed:
+        return
+    _fixed[id(function)] = function
+    for name in code.co_names:
+        fix_cache_key(inner.__globals__.get(name))
+    function.cache_key  # noqa: B018
 
 
 def with_shared_launcher(kernel: Any) -> Any:
@@ -35,13 +54,6 @@ def with_shared_launcher(kernel: Any) -> Any:
 def builds_launchers() -> bool:
     """Whether this Triton has a C compiler make a launcher for each signature, which takes it half a second."""
     return tuple(inspect.signature(driver.active.launcher_cls.__call__).parameters) == BUILT_FORM
-
-
-def build_shared_launcher() -> None:
-    names = ("num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
-    with suppress(Exception):  # who launches will say what is wrong
-        told = dict.fromkeys((*names, "launch_cooperative_grid", "launch_pdl"), 0)
-        driver.active.launcher_cls(SHARED, SimpleNamespace(**told))
 
 
 def entry_of(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:

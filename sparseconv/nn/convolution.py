@@ -10,10 +10,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.geometry.window import Window
 from sparseconv.kinds import check_count, constructor
-from sparseconv.nn import ahead
-from sparseconv.nn.ahead import MadeLayer
 from sparseconv.nn.geometry import Axes, LayerGeometry, checked_target, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -81,7 +78,6 @@ class ConvolutionModule(SparseModule):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-        ahead.register(self)
 
     def reset_parameters(self) -> None:
         """Draw weight and bias anew."""
@@ -91,25 +87,6 @@ class ConvolutionModule(SparseModule):
                 torch.nn.init.uniform_(parameter, -bound, bound)
 
     plan: Callable[..., ConvolutionPlan]
-
-    def made_layer(self) -> MadeLayer | None:
-        """What is known of it before it runs: a layer on the voxels of its input, here."""
-        return self._made_layer(ahead.SAME)
-
-    def _made_layer(self, outputs: str) -> MadeLayer | None:
-        window = self.geometry
-        if window.kernel_size is None or window.boundary != "absent":
-            return None
-        made = Window.of(window.rank, window.kernel_size, window.stride, window.dilation, window.padding)
-        bias = None if self.bias is None else self.bias.dtype
-        return MadeLayer(made, self.in_channels, self.out_channels, self.groups, outputs, bias)
-
-    def _grid(self, x: Any) -> VoxelGrid:
-        """The grid of a sparse tensor. At a network's first call, all its kernels begin to be compiled."""
-        grid = grid_in(x, self)
-        if ahead.is_due(x.features) and grid.count is None and len(grid):
-            ahead.begin(x.features, grid.coords, grid.batch_size)
-        return grid
 
     def _execute(self, x: Any, plan: ConvolutionPlan) -> Any:
         """Convolve over a plan; a sparse tensor comes back on the plan's target."""
@@ -149,7 +126,7 @@ class SubmanifoldConv(ConvolutionModule):
 
     def plan(self, x: Any) -> ConvolutionPlan:
         """The plan of this layer on the tensor's grid."""
-        return self.geometry.plan(self._grid(x))
+        return self.geometry.plan(grid_in(x, self))
 
 
 class _TargetedConv(ConvolutionModule):
@@ -208,11 +185,6 @@ class Conv(_TargetedConv):
     [[0, 0, 0, 0], [0, 2, 2, 2]]
     """
 
-    def made_layer(self) -> MadeLayer | None:
-        """What is known of it before it runs."""
-        is_strided = self.target is not None or any(n > 1 for n in self.geometry.stride)
-        return self._made_layer(ahead.STRIDED if is_strided else ahead.SAME)
-
     def forward(
         self,
         x: Features,
@@ -225,7 +197,7 @@ class Conv(_TargetedConv):
 
     def plan(self, x: Any, target: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
         """The plan of this layer from the tensor's grid, onto ``target`` if given."""
-        return self.geometry.plan(self._grid(x), self.target if target is None else grid_of(target))
+        return self.geometry.plan(grid_in(x, self), self.target if target is None else grid_of(target))
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", target={self.target!r}" if self.target else "")
@@ -242,10 +214,6 @@ class InverseConv(_TargetedConv):
     True
     """
 
-    def made_layer(self) -> MadeLayer | None:
-        """What is known of it before it runs."""
-        return self._made_layer(ahead.INVERSE)
-
     def forward(
         self,
         x: Features,
@@ -261,7 +229,7 @@ class InverseConv(_TargetedConv):
 
     def plan(self, x: Any, onto: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
         """The plan of this layer from the tensor's grid back onto a finer one."""
-        return self.geometry.inverse(self._grid(x), onto, self.target)
+        return self.geometry.inverse(grid_in(x, self), onto, self.target)
 
 
 class ConvTranspose(ConvolutionModule):
@@ -273,9 +241,6 @@ class ConvTranspose(ConvolutionModule):
     >>> ConvTranspose(4, 8, 2, stride=2, rank=1)(x).grid.coords.tolist()
     [[0, 2], [0, 3]]
     """
-
-    def made_layer(self) -> None:
-        """Nothing is known: its voxels are not, before it runs."""
 
     def forward(
         self,
@@ -289,4 +254,4 @@ class ConvTranspose(ConvolutionModule):
 
     def plan(self, x: Any, target: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
         """The plan of this layer from the tensor's grid to finer voxels, those of ``target`` if given."""
-        return self.geometry.generative(self._grid(x), None if target is None else grid_of(target))
+        return self.geometry.generative(grid_in(x, self), None if target is None else grid_of(target))

@@ -12,7 +12,6 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.digests import digest
-from sparseconv.nn import ahead
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves, piece_of
 from sparseconv.streaming.boxes import meets
 from sparseconv.streaming.device.peak import Peak
@@ -126,9 +125,6 @@ class Run:
         part = max(self.blocks.chosen(lambda block: block.size <= most), key=lambda block: block.size)
         rows = self.blocks.order[part.first : min(part.last, part.first + most)].long()
         values, coords = Values({}), self._coords(rows)
-        features = self.scene.features[:0].to(self.device)
-        if ahead.is_due(features):
-            ahead.begin(features, coords, self.scene.like.batch_size)
         values[GRID] = self._grid(coords)
         Work(program, Phase(tuple(program.needed), (), (), ()), {}, self.load).geometry(values)
         return values

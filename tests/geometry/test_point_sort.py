@@ -38,18 +38,9 @@ VOXELIZE: Any = importlib.import_module("sparseconv.geometry.voxelize")
 Sizes = tuple[float, ...]
 
 
-def sorted_points(*args: Any) -> Any:
-    """`sort_points`, once its kernels are compiled."""
-    found = sort_points(*args)
-    if found is None and not launcher.INTERPRETED:
-        launcher.await_compilers()
-        found = sort_points(*args)
-    return found
-
-
 def check(points: torch.Tensor, batch: torch.Tensor | None, size: Sizes, corner: Sizes) -> None:
     """The same bounds, voxels and rows as by torch."""
-    want, got = VOXELIZE._Cells(points, batch, size, corner), sorted_points(points, batch, size, corner)
+    want, got = VOXELIZE._Cells(points, batch, size, corner), sort_points(points, batch, size, corner)
     assert got is not None
     assert (got.low, got.high) == (want.low, want.high)
     low, high = ([int(v) for v in ends] for ends in (got.low, got.high))
@@ -147,7 +138,7 @@ def test_as_many_points_as_programs_sort_together() -> None:
 
 def test_two_launches_and_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     points = cloud(60, 3, 9.0)
-    sorted_points(points, None, (1.0,) * 3, (0.0,) * 3)
+    sort_points(points, None, (1.0,) * 3, (0.0,) * 3)
     want = sc.voxelize(points, 1.0)
     by_torch = VOXELIZE._Cells
     monkeypatch.setattr(VOXELIZE, "_Cells", lambda *args: sort_points(*args) or by_torch(*args))  # on a CPU too

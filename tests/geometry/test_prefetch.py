@@ -93,7 +93,6 @@ def test_the_next_map_has_the_same_arrays_in_fewer_launches_and_waits() -> None:
     assert waits.total() <= 2  # the counts of the edges, and what the table says of its rows
     launched = fused.FusedLaunch(cube(), 64, 40)(coords)  # compiles, on a card
     assert launched is not None or not launcher.INTERPRETED
-    launcher.await_compilers()
     with counted() as (launches, waits):
         found.append(arrays(map_of(Rows(coords))))
     assert launches.total() <= 3  # all at once, lists; the table of neighbours
@@ -143,7 +142,6 @@ def test_a_map_made_at_once_is_of_a_copy_of_the_given_rows() -> None:
     coords = CUBE.source(device=DEVICE)
     want, given, copy = arrays(map_of(Rows(coords))), coords.clone(), torch.full_like(coords, 77)
     fused.FusedLaunch(cube(), 64, 40)(coords)  # compiles, on a card
-    launcher.await_compilers()
     rows = Rows(given, copy)
     given.zero_()
     assert rows.came_with_search

@@ -11,7 +11,6 @@ import torch
 
 from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid, voxelize
 from sparseconv.geometry.edges import Window, coarse_grid
-from sparseconv.gpu.launcher import await_compilers
 from tests.waits import nothing_waits
 
 pytestmark = [
@@ -38,9 +37,8 @@ def test_points_get_the_voxels_of_the_cpu(count: int, size: float | tuple, dtype
     batch = torch.randint(0, 3, (count,), generator=generator)
     for items in (None, batch):
         cpu, rows = voxelize(points, size, items, origin=(0.0, 0.1, 0.0))
-        for _ in range(2):  # by torch, then by kernels
+        for _ in range(2):
             gpu, there = voxelize(points.cuda(), size, None if items is None else items.cuda(), origin=(0.0, 0.1, 0.0))
-            await_compilers()
             assert torch.equal(gpu.coords.cpu(), cpu.coords)
             assert torch.equal(there.cpu(), rows)
             assert (gpu.extent, gpu.batch_size) == (cpu.extent, cpu.batch_size)
@@ -98,7 +96,6 @@ def test_a_grid_keeps_a_copy_that_its_launch_has_made(count: int, dtype: torch.d
             grid = VoxelGrid(given)
             given.zero_()
             plan = ConvolutionPlan(grid, 3)
-            await_compilers()
             assert torch.equal(grid.coords.cpu(), want.int())
             assert torch.equal(plan.kernel_map.neighbors.cpu(), cpu.neighbors)
 

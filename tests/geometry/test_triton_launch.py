@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
@@ -36,7 +34,6 @@ class Function:
 @pytest.fixture
 def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launching, "read_triton", lambda: None)
 
 
 @pytest.mark.usefixtures("card")
@@ -52,21 +49,6 @@ def test_many_threads_compile_a_kernel_once():
     assert function.asked[0] == ((torch.int32, 13, 64), {"grid": (1,), "num_warps": 2, "enable_fp_fusion": True})
     assert all(kernel is found[0] for kernel in found)
     assert launcher.compile((128,)) is not found[0]
-
-
-@pytest.mark.usefixtures("card")
-def test_who_asks_for_a_kernel_that_failed_ahead_is_told_why(monkeypatch):
-    monkeypatch.setattr(launching, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    function = Function(ValueError("no such instruction"))
-    launcher = Launcher(function, (int,))
-    launcher.ahead(torch.device("cuda", 0), (1,))
-    with pytest.raises(ValueError, match="no such instruction"):
-        launcher.compile((1,))
-    function.error = None
-    while launcher._compiled:  # the thread is still at it
-        time.sleep(0.01)
-    assert launcher.compile((1,)).of == (13, 1)
 
 
 def test_a_shared_launcher_leaves_tritons_own_kernel_alone():
@@ -104,40 +86,6 @@ def test_a_launch_goes_to_its_device_whichever_is_current(card, monkeypatch):
     rest = (7, "told", None, None, None, 1000, 5, 64)
     assert launched == [(0, (3, 1, 1, 10, *rest)), (1, (3, 1, 1, 11, *rest))]
     assert now == [0]
-
-
-def test_the_driver_is_asked_once_whichever_threads_come_first(monkeypatch):
-    asked = []
-
-    def slow() -> bool:
-        asked.append(threading.current_thread().name)
-        time.sleep(0.05)
-        return False
-
-    monkeypatch.setattr(launching, "builds_launchers", slow)
-    monkeypatch.setattr(launching, "_driver", functools.cache(launching._driver.__wrapped__))
-    threads = [threading.Thread(target=launching.start_driver) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize("theirs", [None, 0.001], ids=["nobody else sets it", "somebody sets it meanwhile"])
-@pytest.mark.parametrize("before", [0.005, 0.0049, 0.0001], ids=["usual", "longer", "shorter"])
-def test_threads_of_python_take_short_turns_while_files_are_read(before, theirs):
-    at_start = sys.getswitchinterval()
-    sys.setswitchinterval(before)
-    try:
-        kept = sys.getswitchinterval()
-        with launching.short_turns():
-            assert sys.getswitchinterval() <= launching.TURN + 1e-9
-            if theirs is not None:
-                sys.setswitchinterval(theirs)
-        assert sys.getswitchinterval() == pytest.approx(kept if theirs is None else theirs)
-    finally:
-        sys.setswitchinterval(at_start)
 
 
 class Run:

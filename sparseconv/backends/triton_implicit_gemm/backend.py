@@ -13,7 +13,6 @@ import torch
 
 from sparseconv.backends.base import Backend, Request, with_dense_rows
 from sparseconv.backends.float8 import FLOAT8
-from sparseconv.backends.triton_implicit_gemm.ahead import considered, conv_ahead, weight_grad_ahead
 from sparseconv.backends.triton_implicit_gemm.config import (
     PARTIAL_BYTES,
     ConvConfig,
@@ -35,7 +34,6 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
 )
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.cards import refusal
-from sparseconv.geometry.gpu.work_lists import schedule_ahead
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import listing, scratch
 
@@ -241,7 +239,6 @@ class TritonImplicitGemm(Backend):
                 (are_aligned((x, x.stride(0)), (weight, shape[2])), transposed),
                 conv_candidates,
                 partial(recipe, bias=bias, residual=residual, epilogue=epilogue),
-                None if transposed or out_dtype else partial(self._gradients_ahead, x, weight, out, kernel_map, groups),
             )
         step(*tensors)
         return out
@@ -255,12 +252,10 @@ class TritonImplicitGemm(Backend):
         kind: tuple[bool, bool],
         candidates_of: Callable[[Work], Sequence[Any]],
         recipe_of: Callable[[Any, Work], ConvRecipe | WeightGradRecipe],
-        next_ahead: Callable[[], None] | None = None,
     ) -> Callable[..., None]:
         """The step for operands of this form (``key``) over a map, where it is kept under ``key``.
 
-        ``kind`` says whether the operands are aligned, and whether it is an input gradient. ``next_ahead`` starts to
-        compile what is likely asked for next, where this has to be compiled too.
+        ``kind`` says whether the operands are aligned, and whether it is an input gradient.
         """
         device = tensors[0].device
         form = (key, kernel_map.num_taps, octave(kernel_map, kind[1]), device, autotuned())
@@ -269,17 +264,7 @@ class TritonImplicitGemm(Backend):
             work = work_of(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
             candidates = candidates_of(work)
 
-            def ahead() -> None:
-                for config in considered(candidates):
-                    recipe_of(config, work).ahead(kernel_map, device)
-                if key[0] != "weight_grad" and candidates[0].split == 1 and not candidates[0].chunked:
-                    schedule_ahead(kernel_map, candidates[0].block_m)
-                if next_ahead is not None:
-                    next_ahead()
-
             capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if device.type == "cuda" and not capturing:
-                ahead()
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 config = candidates[0]
                 if device.type == "cuda" and not capturing and len(candidates) > 1:
@@ -289,16 +274,6 @@ class TritonImplicitGemm(Backend):
                 self._recipes[form] = recipe
         step = kernel_map.prepared[key] = _bound(recipe, kernel_map)
         return step
-
-    def _gradients_ahead(
-        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, kernel_map: KernelMap, groups: int
-    ) -> None:
-        """Start to compile the candidates for those gradients of a forward that will be wanted."""
-        request = Request(kernel_map, x.device, x.dtype, x.shape[1], out.shape[1], groups)
-        if weight.requires_grad:
-            weight_grad_ahead(request, x, out)
-        if x.requires_grad:
-            conv_ahead(request, out, weight, True)
 
 
 def _chosen(candidates: Sequence[Any], step_of: Callable[[Any], Any], tensors: tuple[torch.Tensor, ...]) -> Any:

@@ -59,13 +59,6 @@ class ConvRecipe:
         self._more = tuple(x.dtype if t is None else t.dtype for t in (bias, residual))
         self._kept = Kept()
 
-    def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
-        """Start to compile what `bind` will launch over a map like this one."""
-        groups = min(self._config.split, kernel_map.num_taps)
-        self._kept(self._program, groups > 1, self._wide)[0].ahead(device)
-        if groups > 1:
-            self._kept(self._combination, groups).ahead(device)
-
     def bind(self, kernel_map: KernelMap) -> Step | Launch:
         """What runs over this map: called with (x, weight, out, bias, residual), any tensor in the place of none."""
         config, work = self._config, self._work

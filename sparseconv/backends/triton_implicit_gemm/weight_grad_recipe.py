@@ -17,7 +17,6 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
     unit_of,
 )
 from sparseconv.backends.triton_implicit_gemm.steps import Step
-from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, most_jobs
 from sparseconv.geometry.gpu.work_lists import jobs_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.program import Fixed, Launch, Program
@@ -40,17 +39,6 @@ class WeightGradRecipe:
         self._tiles = packs * blocks_i * -(-work.pack * work.group_out // config.block_o)
         self._max_jobs = min(PARTIAL_BYTES // (4 * self._size), config.programs // self._tiles)
         self._kept = Kept()
-
-    def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
-        """Start to compile what `bind` will launch over a map like this one."""
-        from sparseconv.geometry.gpu.jobs.kernels import jobs_ahead  # Triton is loaded where it is used
-
-        taps = kernel_map.num_taps
-        direct = most_jobs(taps, kernel_map.num_pairs, self._max_jobs, JOB_QUANTUM) == taps
-        self._kept(self._program, direct, False)[0].ahead(device)
-        jobs_ahead(taps, device, kernel_map.is_halved)
-        if not direct:
-            self._kept(self._reduction).ahead(device)
 
     def bind(self, kernel_map: KernelMap) -> Step | Launch:
         """What runs over this map: called with (x, grad_out, out)."""

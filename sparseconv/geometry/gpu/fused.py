@@ -102,9 +102,6 @@ class FusedLaunch:
         (n, columns), device = coords.shape, coords.device
         if columns != COLUMNS or n > self.most_rows or given.data_ptr() % 16:
             return None
-        launch = FUSED.if_ready(device, self._constants)
-        if launch is None:
-            return None
         step = 1 << max(8, n.bit_length() - 5)  # few sizes, so that a stream of scenes finds its places known
         rows = (n + step - 1) & -step
         places = self._places.get(rows) or self._place(rows, device)
@@ -123,7 +120,7 @@ class FusedLaunch:
             pointer(given), pointer(coords), *arena, *scratch, *self._fixed, barriers_of(device), report.pointer,
             pointer(offsets), n, start, *places.numbers,
         )  # fmt: skip
-        launch(places.programs, 1, args)  # the card begins; what follows is for the host alone
+        FUSED(device, (places.programs,), args, self._constants)  # the card begins; what follows is for the host alone
         table = table_in(arena, coords, None, report)
         table.spare.pop()  # in which the launch counts
         schedule = PackedSchedule(self.block_m, arena, (TAPS + 1, tiles, TAPS + LOOKAHEAD), first=AT_SCHEDULE)

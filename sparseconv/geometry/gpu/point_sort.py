@@ -10,7 +10,6 @@ places 0 and 2: the rows are (0, 1, 0). The host waits for the number of voxels,
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -53,11 +52,9 @@ Ints = tuple[int, ...]
 class SortedPoints:
     """Points in the order of their cells: bounds of batch items and cells, inclusive, and the number of voxels."""
 
-    def __init__(
-        self, arena: Arena, rows: torch.Tensor, write: Callable[..., None], num_voxels: int, low: Ints, high: Ints
-    ) -> None:
+    def __init__(self, arena: Arena, rows: torch.Tensor, num_voxels: int, low: Ints, high: Ints) -> None:
         self.low, self.high, self.num_voxels = low, high, num_voxels
-        self._arena, self._rows, self._write = arena, rows, write
+        self._arena, self._rows = arena, rows
 
     def merge(self, space: KeySpace) -> tuple[torch.Tensor, torch.Tensor]:
         """Voxels (N, 1+D) int32 in lexicographic order, and the row of each point (M,) int64; within the bounds."""
@@ -66,7 +63,7 @@ class SortedPoints:
         n, rest = len(rows), 4 - rank
         box = (*(0,) * rest, *space.low[1:], *(1,) * rest, *space.size[1:])
         args = (arena[KEYS], arena[ORDER], arena[STARTS], pointer(coords), pointer(rows), n, *box)
-        self._write(ceil_div(n, TILE), 1, args)
+        WRITE(rows.device, (ceil_div(n, TILE),), args, (rank,))
         return coords, rows
 
 
@@ -76,14 +73,11 @@ def sort_points(
     """Put points (M, D), M > 0, in the order of floor((p - corner) / size) within batch items (M,) of any integers.
 
     Waits once, for bounds and number of voxels. None for points that are too many or no numbers, for cells, batch items
-    or keys that are too large, for narrower dtypes, and where a kernel is not compiled yet: that has then begun.
+    or keys that are too large, and for narrower dtypes.
     """
     (n, rank), device = points.shape, points.device
     programs = programs_at_once(device, max(ceil_div(n, 32 * TOGETHER_WARPS), SUMMING))
     if n > most_together(programs) or points.dtype not in SORT:
-        return None
-    sort, write = SORT[points.dtype].if_ready(device, (rank, batch is not None)), WRITE.if_ready(device, (rank,))
-    if sort is None or write is None:
         return None
     points, batch = aligned(points), None if batch is None else aligned(batch.long())
     passes = Passes(n, KEY_BITS, programs, together=True)
@@ -93,10 +87,10 @@ def sort_points(
         pointer(points), arena[KEYS] if batch is None else pointer(batch), *arena, barriers_of(device), answer.pointer,
         n, passes.share, programs, *_halves(size, corner),
     )  # fmt: skip
-    sort(programs, 1, args)
+    SORT[points.dtype](device, (programs,), args, (rank, batch is not None))
     rows = torch.empty(n, dtype=torch.int64, device=device)  # while the card is at work
     found, unfit, *encoded = answer.read()
-    return None if unfit else SortedPoints(arena, rows, write, found & 0xFFFFFFFF, *bounds_of(encoded))
+    return None if unfit else SortedPoints(arena, rows, found & 0xFFFFFFFF, *bounds_of(encoded))
 
 
 @lru_cache(maxsize=64)

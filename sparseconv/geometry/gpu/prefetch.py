@@ -14,25 +14,15 @@ from sparseconv.geometry.gpu.hash_table.table import (
     FUSED_ROWS,
     CoordinateTable,
     build_table,
-    pack_shifts,
-    rows_per_chunk,
 )
 from sparseconv.geometry.gpu.jobs.jobs import Jobs
 from sparseconv.geometry.gpu.last_request import MapRequest, place_of, remember, take
 from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
-from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import CUBE_PAIRS
 from sparseconv.geometry.gpu.tiles.build import KEPT_ROWS
 from sparseconv.geometry.gpu.tiles.schedule import Schedule
 from sparseconv.geometry.gpu.window.found import WindowSearch
-from sparseconv.geometry.gpu.window.passes import SEARCH, search_constants, search_programs
 from sparseconv.geometry.gpu.window.search import search_window
-from sparseconv.geometry.gpu.window.taps import bit_places
-from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.gpu.compiling.job import settle
-from sparseconv.gpu.launcher import INTERPRETED, read_triton
-
-_seen: set[int | None] = set()
 
 
 def given_table(given: torch.Tensor, copy: torch.Tensor | None = None) -> tuple[CoordinateTable, WindowSearch | None]:
@@ -40,7 +30,6 @@ def given_table(given: torch.Tensor, copy: torch.Tensor | None = None) -> tuple[
 
     ``copy``: an array like the given rows, which the launch that reads them fills with them; the table is then of it.
     """
-    compile_first(given)
     place = place_of(given.device)
     request = take(place)
     found = None if request is None else fused_map(given, copy, request.window, request.block_m, request.jobs)
@@ -85,26 +74,3 @@ def prefetched_jobs(kernel_map: KernelMap, count: int) -> Jobs | None:
         remember(source.search, jobs=count)
     made = source.search.prefetched
     return made.jobs if made is not None and made.jobs.count == count else None
-
-
-def compile_first(coords: torch.Tensor) -> None:
-    """Start to compile what the 3 x 3 x 3 map of ``coords`` (N, 4) takes, if they are the first on their device.
-
-    Nearly every grid gets that map. Where the kernels lie in Triton's cache, this costs some milliseconds once.
-    """
-    device = coords.device
-    if INTERPRETED or device.index in _seen:
-        return
-    n, columns = coords.shape
-    offsets, shifts = CUBE
-    if columns != len(shifts) or not 0 < n <= FUSED_ROWS:
-        return
-    _seen.add(device.index)
-    for launcher in (SEARCH, CUBE_PAIRS):
-        settle(launcher.function)  # while threads do what `read_triton` waits for
-    read_triton()
-    looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), False, 27, 3)
-    taps = len(offsets)
-    together = search_programs(device, taps, n, True)[2]
-    SEARCH.ahead(device, search_constants(looks, taps, n, taps, together))
-    CUBE_PAIRS.ahead(device, (rows_per_chunk(n), True))

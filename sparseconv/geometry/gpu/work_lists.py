@@ -41,12 +41,6 @@ def schedule_of(
     return schedule
 
 
-def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
-    """Start to compile what `schedule_of` launches for tiles of so many rows, in one group of taps, not in runs."""
-    if kernel_map.device.type == "cuda":
-        _stages()[0].schedule_ahead(kernel_map, block_m)
-
-
 def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
     """The map's jobs, ``max_jobs`` at most or one a tap."""
     count = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs, JOB_QUANTUM)

@@ -98,14 +98,6 @@ def together_constants(bits: int, together: bool) -> tuple[int, ...]:
     return (*_digits(bits)[:2], int(together)) if bits else (0, 0, 0)
 
 
-def sort_ahead(device: torch.device, bits: int, counted: bool = False) -> None:
-    """Start to compile what sorts by keys of so many bits, whose digits another launch may have ``counted``."""
-    passes, each, steps = _digits(bits)
-    if not counted:
-        DIGITS.ahead(device, (each, passes, COUNT_WARPS, COUNT_STEPS))
-    MOVE.ahead(device, (each, WARPS, steps, LOOK))
-
-
 @cache
 def _digits(bits: int) -> tuple[int, int, int]:
     """Passes, bits of a digit, and lines that a thread moves, for keys of so many bits."""

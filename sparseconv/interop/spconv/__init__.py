@@ -11,7 +11,6 @@ import importlib
 import sys
 from functools import cache
 
-from sparseconv.gpu.compiling.starting import start_early
 from sparseconv.interop.installing import Names
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import AlgoHint, ConvAlgo
@@ -53,7 +52,6 @@ def install(*, force: bool = False) -> None:
     >>> uninstall()
     """
     _names().install(force)
-    start_early()
 
 
 def uninstall() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.window import Window, check_taps
+from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, check_algorithm, whole
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
@@ -28,8 +28,6 @@ from sparseconv.interop.spconv.pytorch.joined import Inference
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import conv_size, deconv_size
 from sparseconv.interop.spconv.pytorch.tracing import leaf
-from sparseconv.nn import ahead
-from sparseconv.nn.ahead import MadeLayer
 from sparseconv.nn.capturing import region
 from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -133,7 +131,6 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=device))
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(SparseConvolution._before_loading)  # unbound: it holds no layer
-        ahead.register(self)
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan_in), weight and bias."""
@@ -180,8 +177,6 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
             raise ValueError(f"the layer takes {self.in_channels} channels; got {tuple(input.features.shape)}")
         if self.conv1x1 and self.groups == 1:
             return self._multiply(input)
-        if ahead.is_due(input.features):
-            ahead.begin(input.features, input.indices, input.batch_size, input.spatial_shape)
         return self._run_back(input, after) if self.inverse else self._run(input, after)
 
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
@@ -281,18 +276,6 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
 
     def _out_shape(self, input: SparseConvTensor) -> list[int]:
         return input.spatial_shape if self.subm else self.out_shape_of(input.spatial_shape)
-
-    def made_layer(self) -> MadeLayer | None:
-        """What is known of it before it runs; None of one that multiplies alone, or makes finer voxels."""
-        if (self.conv1x1 and self.groups == 1) or self.transposed:
-            return None
-        padding = [d * (k // 2) for k, d in zip(self.kernel_size, self.dilation)] if self.subm else self.padding
-        stride = 1 if self.subm else self.stride
-        window = Window.of(self.ndim, self.kernel_size, stride, self.dilation, padding)
-        outputs = ahead.INVERSE if self.inverse else ahead.SAME if self.subm else ahead.STRIDED
-        bias = None if self.bias is None else self.bias.dtype
-        sizes = (self.in_channels, self.out_channels, self.groups)
-        return MadeLayer(window, *sizes, outputs, bias, self.indice_key, self.out_shape_of)
 
     def out_shape_of(self, spatial_shape: Sequence[int]) -> list[int]:
         """The output shape of a layer that is not submanifold."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -87,14 +87,6 @@ def constants_of(channels: int) -> tuple[int, int, int]:
     """UNIT, BLOCK_N and BLOCK_C of the kernels for so many channels."""
     block_c = 32 if channels > 16 else 16
     return 8 if channels % 8 == 0 else 1, TILE // block_c, block_c
-
-
-def ahead(channels: Iterable[int], device: torch.device, dtype: torch.dtype) -> None:
-    """Start to compile what norms of such features launch in training, whose weights and statistics are fp32."""
-    *launchers, _ = _launchers(dtype, torch.float32, torch.float32)
-    for constants in dict.fromkeys(constants_of(count) for count in channels):
-        for launcher in launchers:
-            launcher.ahead(device, constants)
 
 
 @cache

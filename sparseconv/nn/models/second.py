@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.geometry.ranges import Ints
-from sparseconv.nn.ahead import STRIDED, MadeLayer
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import ConvolutionModule, SubmanifoldConv
 from sparseconv.nn.features import ReLU
-from sparseconv.nn.geometry import Axes
+from sparseconv.nn.geometry import Axes, grid_in
 from sparseconv.nn.models.resnet import BasicBlock
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
@@ -72,17 +71,13 @@ class ConvWithin(ConvolutionModule):
         if min(self.out_shape) < 1:
             raise ValueError(f"a window of {window} leaves nothing of the shape {tuple(in_shape)}")
 
-    def made_layer(self) -> MadeLayer | None:
-        """What is known of it before it runs."""
-        return self._made_layer(STRIDED)
-
     def forward(self, x: SparseTensor) -> SparseTensor:
         """A `SparseTensor` -> one on the coarse voxels within ``out_shape``."""
         return self._execute(x, self.plan(x))
 
     def plan(self, x: SparseTensor) -> ConvolutionPlan:
         """The plan of this layer on the tensor's grid."""
-        grid = self._grid(x)
+        grid = grid_in(x, self)
         self.geometry.check(grid)
         kernel, stride, padding = self._size
         size: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": self.geometry.dilation}

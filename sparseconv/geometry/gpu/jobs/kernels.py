@@ -45,11 +45,6 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int, halv
     return PackedJobs(arena)
 
 
-def jobs_ahead(taps: int, device: torch.device, halved: bool) -> None:
-    """Start to compile what `cut_jobs_on_device` launches."""
-    _JOBS.ahead(device, (*job_constants(taps), halved))
-
-
 @cache
 def job_constants(taps: int) -> tuple[int, int]:
     """Lanes for taps, and jobs that a program writes."""

@@ -67,19 +67,6 @@ def schedule_on_gpu(
     return schedule
 
 
-def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
-    """Start to compile what the schedule of a 3 x 3 x 3 map takes."""
-    source = kernel_map.source
-    if not isinstance(source, FoundEdges) or not source.search.is_cube:
-        return
-    n, lines = kernel_map.num_out, kernel_map.num_taps
-    tiles = ceil_div(n, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
-    bins = bins_of(lines) if tiles <= RANKED_AT_LAST else 0
-    CUBE_TILES.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD), bins))
-    if not bins:
-        RANKS.ahead(source.device, rank_constants(lines, tiles))
-
-
 def build_schedule(
     search: WindowSearch,
     block_m: int,

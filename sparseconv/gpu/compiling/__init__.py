@@ -1,1 +1,0 @@
-"""Kernels compiled ahead by processes beside this one, into Triton's cache."""
