@@ -5,8 +5,7 @@
 A hash is SHA-256 over names, dtypes, shapes and bytes of the arrays of one stage of a map: look-up table, edges, tap
 lists, tiles, jobs, reached voxels. Every scene is taken in its given order of rows and shuffled, and its maps are made
 
-    eager      from an ordinary grid, by the first request for them;
-    again      by the third such request, when all kernels are compiled: what launches several stages in one then does;
+    eager      from an ordinary grid;
     captured   from a grid of fixed size (`FixedGrid`), in a CUDA graph on a card;
     streams    the same, with maps on streams beside those of features, as `nn.capture` builds them (a card alone).
 
@@ -104,23 +103,6 @@ def _map_by_kernels(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary
     if fine.count is not None:
         found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
     return found
-
-
-def _fused_by_kernels(grid: VoxelGrid, window: Window) -> tuple[KernelMap, Any, Any] | None:
-    """Map, schedule and jobs that one launch leaves, by the interpreter."""
-    found_edges, encode = _named("FoundEdges"), _named("encode_window")
-    taps = encode(window.offsets, window.stride, None, grid.device)
-    fused = _named("FusedLaunch") or _named("WholeLaunch")
-    _, search = fused(taps, SCHEDULES[0][0], JOBS[1])(grid.coords)
-    made = getattr(search, "made", None)  # an earlier version's
-    if made is None:
-        schedule, jobs = search.prefetched.schedule, search.prefetched.jobs
-    else:
-        schedule, jobs = made["schedule"], made["jobs"]
-    sizes = len(grid), len(grid), len(window.offsets)
-    identity, mirror = window.symmetry
-    edges = KernelMap(*sizes, source=found_edges(search, len(grid)), identity_tap=identity, mirror=mirror)
-    return edges, schedule, jobs
 
 
 def _reached_by_kernels(grid: VoxelGrid, window: Window, boundary: Boundary, to_fine: bool) -> torch.Tensor:
@@ -345,7 +327,7 @@ def hash_scene(
             if way in ("captured", "streams"):
                 _hash_fixed(hashes, case, rows, batch, window, way == "streams", tiled)
             else:
-                _hash_eager(hashes, case, rows, batch, window, 3 if way == "again" else 1, tiled)
+                _hash_eager(hashes, case, rows, batch, window, tiled)
 
 
 def _options(window: Small, grid: VoxelGrid) -> dict[str, Any]:
@@ -381,34 +363,11 @@ def _plan(grid: VoxelGrid, window: Small, options: dict[str, Any]) -> tuple[Kern
     return straight.kernel_map, straight.source, straight.target
 
 
-def _hash_eager(
-    hashes: Hashes, case: str, rows: torch.Tensor, batch: int, window: Small, times: int, tiled: bool
-) -> None:
-    for turn in range(times):
-        grid = VoxelGrid(rows, batch)
-        options = _options(window, grid)
-        if INTERPRETED and times > 1:  # one launch, on request
-            if options or window.kernel != 3 or grid.rank != 3:
-                return
-            fused = _fused_by_kernels(grid, Window.of(3, 3))
-            if fused is None:
-                return
-            edges, schedule, jobs = fused
-            hashes.add(case, "tiles 128", _tiles(schedule))
-            hashes.add(case, f"jobs {JOBS[1]}", _lists(jobs))
-            hashes.add(case, "edges", {"neighbors": edges.neighbors})
-            hashes.add(case, "half lists", dict(zip(("in", "out", "offsets"), edges.half_pairs)))
-            return
-        edges, fine, coarse = _plan(grid, window, options)
-        last = turn == times - 1
-        for stage, arrays in stages(edges, fine, coarse, tiled):
-            if last:
-                hashes.add(case, stage, arrays)
-        if last:
-            for stage, arrays in table(grid):
-                hashes.add(case, stage, arrays)
-        elif grid.device.type == "cuda":
-            _compiled()
+def _hash_eager(hashes: Hashes, case: str, rows: torch.Tensor, batch: int, window: Small, tiled: bool) -> None:
+    grid = VoxelGrid(rows, batch)
+    edges, fine, coarse = _plan(grid, window, _options(window, grid))
+    for stage, arrays in (*stages(edges, fine, coarse, tiled), *table(grid)):
+        hashes.add(case, stage, arrays)
 
 
 def _hash_fixed(
@@ -464,7 +423,7 @@ def hash_all(
     tiled = device.type == "cuda" or INTERPRETED
     ways: tuple[str, ...] = ("eager", "captured")
     if tiled:
-        ways = ("eager", "again", "captured", "streams") if device.type == "cuda" else ("eager", "again", "captured")
+        ways = ("eager", "captured", "streams") if device.type == "cuda" else ("eager", "captured")
     for case in small:
         coords = small_scene(case, rows, device)
         hash_scene(hashes, case.name, coords, case.batch, case, ways, tiled)

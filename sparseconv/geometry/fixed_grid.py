@@ -380,7 +380,7 @@ class FixedGrid(VoxelGrid):
 
 def forget_tables(example: VoxelGrid) -> None:
     """Let go of an example's tables, plans and maps, where their sizes are all that will be asked for."""
-    example._cells = example._search = None
+    example._cells = None
     example.derived.clear()
     for kept in example.sizes.reached.values():
         forget_tables(kept)

@@ -40,10 +40,9 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float32, Int32, Int64, Integer, Shaped
 
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
-    from sparseconv.geometry.gpu.window.found import WindowSearch
 
 #: what stays behind where a grid is pickled
-UNTRAVELLED = ("_table", "_space", "_cells", "_search", "sizes")
+UNTRAVELLED = ("_table", "_space", "_cells", "sizes")
 
 
 class VoxelGrid(Movable):
@@ -95,8 +94,8 @@ class VoxelGrid(Movable):
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
-        table = self._look_on_gpu(given)
-        low, high = bounds(coords) if table is None else _on_gpu()[0].read_table(table)
+        table = self._table_on_gpu(given)
+        low, high = bounds(coords) if table is None else _on_gpu().read_table(table)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}. {no_batch(rank)}")
         if high and max(high) == INT32.max:
@@ -118,7 +117,7 @@ class VoxelGrid(Movable):
         if pair is not None:
             self.coords = coords[self._table.first_rows()]
             del self.__dict__["_table"]
-            self._cells = self._search = None
+            self._cells = None
 
     @cached_property
     def extent(self) -> IndexRange:
@@ -151,19 +150,14 @@ class VoxelGrid(Movable):
             self._cells = _table_of(self.coords)
         return self._cells
 
-    def _look_on_gpu(self, given: torch.Tensor) -> CoordinateTable | None:
-        """A table of a GPU's rows, on its way, with the search that plans will likely ask for; None for none."""
+    def _table_on_gpu(self, given: torch.Tensor) -> CoordinateTable | None:
+        """A table of a GPU's rows, on its way, whose launch copies them; None for no rows, and elsewhere."""
         if given.is_cuda:
             check_card(given.device)
         if not given.is_cuda or given.shape[0] == 0:
             return None
-        self._cells, self._search = _on_gpu()[1].given_table(given, self.coords)
+        self._cells = _on_gpu().build_table(given, copy=self.coords, reported=True)
         return self._cells
-
-    def take_search(self) -> WindowSearch | None:
-        """The search of the grid's own rows that was launched with its table, for the first who asks."""
-        search, self._search = self._search, None
-        return search
 
     @cached_property
     @transforms.constant
@@ -172,9 +166,8 @@ class VoxelGrid(Movable):
 
     #: a box that the voxels lie in, of a grid whose extent nobody has measured yet
     _box: IndexRange | None = None
-    #: on a GPU: the table of the rows, and a search that came with it
+    #: on a GPU: the table of the rows
     _cells: CoordinateTable | None = None
-    _search: WindowSearch | None = None
     #: whether voxel_size or origin was given: indices alone say nothing of where voxels lie
     is_placed = False
     #: True where other processes hold the rest of the scene
@@ -247,7 +240,7 @@ class VoxelGrid(Movable):
             there = str(coords.device)
             raise ValueError(f"coords are on {there}, the grid is on {self.device}: move one, grid.to({there!r})")
         if self.device.type == "cuda" and len(self) and coords.dtype == torch.int32:
-            return _on_gpu()[0].lookup(self.cells, coords).long()
+            return _on_gpu().lookup(self.cells, coords).long()
         inside = self._space.contains(coords)
         return torch.where(inside, self._table.find(self._space.keys(coords.long())), -1)
 
@@ -394,12 +387,11 @@ class VoxelGrid(Movable):
 
 @transforms.constant
 def _table_of(coords: torch.Tensor) -> CoordinateTable:
-    return _on_gpu()[0].build_table(coords, reported=True)
+    return _on_gpu().build_table(coords, reported=True)
 
 
 @cache
-def _on_gpu() -> tuple[Any, Any]:
-    from sparseconv.geometry.gpu import prefetch  # Triton is loaded where it is used
-    from sparseconv.geometry.gpu.hash_table import table
+def _on_gpu() -> Any:
+    from sparseconv.geometry.gpu.hash_table import table  # Triton is loaded where it is used
 
-    return table, prefetch
+    return table

@@ -33,14 +33,6 @@ class Report:
         self._span = slice(0, length)
         self.pointer = lease.pinned.pointer
 
-    def cut(self, first: int) -> Report:
-        """The integers from ``first`` on as a report of their own; this one keeps those before them."""
-        rest = Report.__new__(Report)
-        rest._lease, rest._span = self._lease, slice(first, self._span.stop)
-        rest.pointer = self.pointer[first:] if INTERPRETED else self.pointer + 8 * first
-        self._span = slice(0, first)
-        return rest
-
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""

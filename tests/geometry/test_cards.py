@@ -53,13 +53,13 @@ def test_cards_from_ampere_on_are_served(card, capability):
 def test_older_cards_are_refused_in_words(card, capability):
     card(capability)
     with pytest.raises(ValueError, match=rf"a card has compute capability {capability[0]}\.{capability[1]}.*8\.0.*CPU"):
-        grid_on_a_card()._look_on_gpu(Coords())
+        grid_on_a_card()._table_on_gpu(Coords())
 
 
 def test_amd_cards_are_refused_in_words(card):
     card((9, 4), hip="6.3.1")
     with pytest.raises(ValueError, match=r"AMD cards \(HIP 6\.3\.1\).*drops without an error.*CPU"):
-        grid_on_a_card()._look_on_gpu(Coords())
+        grid_on_a_card()._table_on_gpu(Coords())
 
 
 @pytest.mark.parametrize(("capability", "hip"), [((7, 5), None), ((9, 4), "6.3.1")])

@@ -612,3 +612,10 @@ def test_a_fixed_grid_made_in_inference_mode_notes_faults_outside_of_it():
         fixed = FixedGrid(torch.tensor([[0, 0], [-1, 0]], dtype=torch.int32), torch.ones(1, dtype=torch.int32), grid)
     fixed.end_at(torch.tensor([1], dtype=torch.int32))
     assert fixed.fault.tolist() == [0]
+
+
+def test_there_are_barriers_enough_for_grids_of_fixed_size() -> None:
+    from sparseconv.geometry.fixed_grid import BARRIERS
+    from sparseconv.gpu.cooperative import NUM_BARRIERS
+
+    assert NUM_BARRIERS + 1 <= BARRIERS

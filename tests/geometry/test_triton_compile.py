@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from sparseconv.geometry.gpu import fused, point_sort, scene
+from sparseconv.geometry.gpu import point_sort, scene
 from sparseconv.geometry.gpu.hash_table import table
 from sparseconv.geometry.gpu.jobs import kernels as job_kernels
 from sparseconv.geometry.gpu.order import morton_runs
@@ -34,8 +34,8 @@ from sparseconv.gpu import launcher as launching
 from sparseconv.gpu.radix_sort import sort
 from tests.backends.aot import spill_bytes
 
-#: bytes that a thread may set aside; the fused kernel's 128 registers are given out less well before Triton 3.9
-SPILL, SPILL_BEFORE = 16, 40
+#: bytes that a thread may set aside
+SPILL = 16
 #: what reads or writes memory that another launch may have written or may read
 MEMORY = r"\\b(?:ld|st|atom|red|cp)\\.(?!param|shared)[\\w.:]+"
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32", torch.float32: "*fp32", torch.float64: "*fp64"}
@@ -78,9 +78,9 @@ jobs = [
     (tile_kernels.RANKS, (32, 64, 1024)), (tile_kernels.RANKS, (32, 64, 4096)),
     (point_sort.SORT[torch.float32], (3, True)), (point_sort.WRITE, (3,)),
 ]
-if MORE:  # what takes longest: all stages as one kernel, and second forms
+if MORE:  # second forms
     jobs += [
-        (fused.FUSED, (128,)), (fused.FUSED, (64,)), (tile_kernels.CUBE_TILES, (64, 32, -1)),
+        (tile_kernels.CUBE_TILES, (64, 32, -1)),
         (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
         (point_sort.SORT[torch.float64], (4, True)), (point_sort.WRITE, (4,)),
     ]
@@ -113,8 +113,7 @@ for launcher, constants in jobs:
     if shared > 48 * 1024 or ".local" in ptx:
         raise SystemExit(f"{launcher.function.__name__} on sm_{ARCH}: {shared} bytes shared")
     spill = spill_bytes(kernel.asm["cubin"])
-    before = launcher is fused.FUSED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-    if spill > (SPILL_BEFORE if before else SPILL):
+    if spill > SPILL:
         raise SystemExit(f"{launcher.function.__name__}{constants} on sm_{ARCH} spills {spill} bytes")
     first = re.search(MEMORY + "|" + launching.FOLLOWS, ptx).group()
     alone = "launch_cooperative_grid" in options  # its programs must all run at once: it is not launched early
@@ -139,9 +138,7 @@ def compile_for(arch: int, share: int = 0, shares: int = 1, more: bool = True) -
 def known_to_spill(arch: int) -> Any:
     """A card, marked where a kernel is known to keep more of a thread in local memory than the bound."""
     is_new = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
-    words = (
-        {86: "jobs_kernel, 24 bytes", 89: "jobs_kernel, 24 bytes"} if is_new else {120: "the fused kernel, 96 bytes"}
-    )
+    words = {86: "jobs_kernel, 24 bytes", 89: "jobs_kernel, 24 bytes"} if is_new else {}
     return pytest.param(arch, marks=pytest.mark.xfail(reason=words[arch], strict=True) if arch in words else ())
 
 

@@ -11,6 +11,6 @@ one scene, three voxels on a line at x = 0, 1 and 5 (rows 0, 1 and 2), through a
     jobs         of two pairs: one for tap 0, two for tap 1, one for tap 2
     reached      a window of two cells at stride 2 reaches the coarse voxels 0 and 2
 
-`prefetch` starts a new grid's map, `fused` makes a whole one in a launch, `work_lists` keeps what a map was asked for.
+`work_lists` keeps what a map was asked for.
 `point_sort` makes the coordinates of points.
 """

@@ -46,28 +46,24 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
     count = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs, JOB_QUANTUM)
     jobs = kernel_map.work_lists.jobs.get(count)
     if jobs is None:
-        _, _, kernels, prefetch = _stages()
-        jobs = prefetch.prefetched_jobs(kernel_map, count)
-        if jobs is None:
-            source = kernel_map.source
-            with listing() if source is None else appending(source.moment):
-                offsets = kernel_map.tap_offsets if source is None else source.offsets()
-                jobs = kernels.cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
+        source, kernels = kernel_map.source, _stages()[2]
+        with listing() if source is None else appending(source.moment):
+            offsets = kernel_map.tap_offsets if source is None else source.offsets()
+            jobs = kernels.cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
         jobs = kernel_map.work_lists.jobs.setdefault(count, jobs)
     return jobs
 
 
 @cache
-def _stages() -> tuple[Any, Any, Any, Any]:
-    from sparseconv.geometry.gpu import prefetch  # Triton is loaded where it is used
-    from sparseconv.geometry.gpu.jobs import kernels
+def _stages() -> tuple[Any, Any, Any]:
+    from sparseconv.geometry.gpu.jobs import kernels  # Triton is loaded where it is used
     from sparseconv.geometry.gpu.tiles import build, sortless
 
-    return build, sortless, kernels, prefetch
+    return build, sortless, kernels
 
 
 def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
-    build, sortless, _, prefetch = _stages()
+    build, sortless, _ = _stages()
     if sortless.meets_once(kernel_map):
         if form.split > 1 or form.chunked:
             return schedule_of(kernel_map, form.block_m)
@@ -77,8 +73,7 @@ def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
     bases, chunk_rows = kernel_map.work_lists.bases, CHUNK_ROWS if form.chunked else None
     base = bases.get(form.chunked)
     if base is None:
-        made = prefetch.prefetched_schedule(kernel_map, form.block_m) if chunk_rows is None else None
-        base = made or build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
+        base = build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
         base = bases.setdefault(form.chunked, base)
     schedule = base if form.block_m == base.block_m else sortless.retile(base, form.block_m)
     return _as_they_lie(schedule) if form.chunked and schedule is not base else schedule

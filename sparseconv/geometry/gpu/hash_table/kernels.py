@@ -272,22 +272,6 @@ def table_kernel(
     unsigned numbers, go to ``report_ptr`` too. CHECKED: bit 0 of the fault, as by
     `insert_kernel` and `check_cells`; it is 0 before.
     """
-    fill_table(
-        coords_ptr, copy_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr,
-        barriers_ptr, report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
-        COLUMNS, WIDTH, SHIFTS, MEASURED, REPORTED, CHECKED, BLOCK, EACH,
-    )  # fmt: skip
-    leave(barriers_ptr, programs, NUM_BARRIERS)
-
-
-@triton.jit
-def fill_table(
-    coords_ptr, copy_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr,
-    barriers_ptr, report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
-    CHECKED: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    """`table_kernel` up to its last act; the programs meet at four barriers, and not after the last rows."""
     program = tl.program_id(0)
     write_zeros(table_ptr, zeros, programs, 2048)
     if CHECKED and program == 0:
@@ -318,6 +302,7 @@ def fill_table(
         place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
     if CHECKED and program == 0:
         check_cells(status_ptr, count_ptr, fault_ptr)
+    leave(barriers_ptr, programs, NUM_BARRIERS)
 
 
 @triton.jit

@@ -82,7 +82,6 @@ class CoordinateTable:
     device_count: DeviceCount | None = (
         None  # of rows whose number the host does not know: nothing of theirs is ever read back
     )
-    given_at: tuple[int | None, int] | None = None  # where somebody gave the rows (device, stream); None: a plan did
 
     status: TableStatus | None = None  # once it was read
 

@@ -59,18 +59,7 @@ def jobs_kernel(
 ):  # fmt: skip
     """Each program finds the length of the jobs anew, then writes BLOCK of them."""
     follow()
-    cut_run(
-        tl.program_id(0), offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
-        TAPS, BLOCK, HALVED,
-    )  # fmt: skip
-
-
-@triton.jit
-def cut_run(
-    run, offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, HALVED: tl.constexpr,
-):  # fmt: skip
-    """The BLOCK jobs of one program of `jobs_kernel`."""
+    run = tl.program_id(0)
     tap = tl.arange(0, TAPS)
     start = tl.load(offsets_ptr + tap, mask=tap < num_taps, other=0)
     stop = tl.load(offsets_ptr + tap + 1, mask=tap < num_taps, other=0)

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
-from sparseconv.geometry.gpu.last_request import remember
 from sparseconv.geometry.gpu.pairs.pair_lists import confine, half_pairs_of, pairs_of, reverse_neighbors, table_of_pairs
 from sparseconv.geometry.gpu.window.counts import PendingCounts
 from sparseconv.geometry.gpu.window.found import WindowSearch
@@ -31,8 +30,6 @@ class Rows(Protocol):
 
     @property
     def num_voxels(self) -> int: ...
-
-    def take_search(self) -> WindowSearch | None: ...
 
 
 class Taps(Protocol):
@@ -62,13 +59,8 @@ def find_edges_on_gpu(
         taps = encode_window(window.offsets, window.stride, folded, coords.device)
         if torus is None:
             window.encoded[index] = taps
-    if coords is not fine.coords:
-        return FoundEdges(search_window(table, coords, taps), fine.num_voxels, most)
-    search = fine.take_search()
-    if search is None or search.window is not taps or search.table is not table:
-        search = search_window(table, table.coords, taps)
-    remember(search)
-    return FoundEdges(search, fine.num_voxels, most)
+    rows = table.coords if coords is fine.coords else coords
+    return FoundEdges(search_window(table, rows, taps), fine.num_voxels, most)
 
 
 @dataclass(eq=False)

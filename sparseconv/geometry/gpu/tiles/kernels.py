@@ -166,24 +166,7 @@ def cube_tiles_kernel(
 ):  # fmt: skip
     """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
     follow()
-    program = tl.program_id(0)
-    cut_cube(
-        program, tiles, info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr, out_ptr, out_rows_ptr,
-        counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, num_lines, room, BLOCK_M, ROOM,
-    )  # fmt: skip
-    if BINS > 0:
-        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tiles, BINS)
-    elif BINS < 0:
-        tl.store(launch_order_ptr + program, program)
-
-
-@triton.jit
-def cut_cube(
-    tile, tiles, info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr,
-    out_ptr, out_rows_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, num_lines, room,
-    BLOCK_M: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """One tile of `cube_tiles_kernel`, of so many; the order of launch is not its own."""
+    tile = tl.program_id(0)
     slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = slot < n
     row = tl.load(order_ptr + slot, mask=real, other=0).to(tl.int32)
@@ -208,10 +191,10 @@ def cut_cube(
     alive |= store_plane(
         out_ptr, slot, num_slots, found18, found19, found20, found21, found22, found23, found24, found25, found26, 18
     )  # fmt: skip
-    lists = tl.cast(tile, tl.int64) * room
+    lists = tile.to(tl.int64) * room
     count, here = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
-    turned_ptr = tile_taps_ptr + (tl.cast(tiles, tl.int64) * room + 3) // 4 * 4 + lists  # at 16 bytes
+    turned_ptr = tile_taps_ptr + (tiles.to(tl.int64) * room + 3) // 4 * 4 + lists  # at 16 bytes
     taps = tl.arange(0, 32)
     tl.store(turned_ptr + (tl.cumsum(here, 0) - here), 26 - taps, mask=here > 0)
     rest = tl.arange(0, ROOM)
@@ -219,6 +202,10 @@ def cut_cube(
     tl.store(out_ptr + num_slots.to(tl.int64) * num_lines + slot, -1)
     tl.store(counts_ptr + tile, count)
     tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
+    if BINS > 0:
+        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tiles, BINS)
+    elif BINS < 0:
+        tl.store(launch_order_ptr + tile, tile)
 
 
 @triton.jit
@@ -252,12 +239,7 @@ def either(a, b):
 def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.constexpr, BLOCK: tl.constexpr):
     """order[number of tiles that go before a tile] = tile: more taps first, then the lower number."""
     follow()
-    rank_run(tl.program_id(0) * MINE, counts_ptr, order_ptr, num_tiles, BINS, MINE, BLOCK)
-
-
-@triton.jit
-def rank_run(first, counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.constexpr, BLOCK: tl.constexpr):
-    """`rank_kernel` for MINE tiles from the ``first`` on."""
+    first = tl.program_id(0) * MINE
     tile = first + tl.arange(0, MINE)
     bin_of = tl.arange(0, BINS)
     mine = BINS - 1 - tl.load(counts_ptr + tile, mask=tile < num_tiles, other=0)

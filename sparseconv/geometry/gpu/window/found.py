@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 
 from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
-from sparseconv.geometry.gpu.jobs.jobs import Jobs
-from sparseconv.geometry.gpu.tiles.schedule import Schedule
 from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts
 from sparseconv.geometry.gpu.window.taps import KEY_BITS, TapWindow
 from sparseconv.gpu.arena import Arena, Kinds
@@ -21,14 +19,6 @@ from sparseconv.gpu.streams import Moment
 STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
 _I32, _I64 = torch.int32, torch.int64
 SCRATCH = Kinds((_I32, _I32, _I32, _I64, _I32))
-
-
-@dataclass(frozen=True, eq=False)
-class Prefetched:
-    """Lists that were launched together with a search, as the last map on its stream was asked for."""
-
-    schedule: Schedule
-    jobs: Jobs
 
 
 @dataclass(eq=False)
@@ -68,7 +58,6 @@ class WindowSearch:
     neighbors: torch.Tensor | None = None  # (K, N_out) int32, where it was given, and of more than 31 taps
     pointers: tuple[Pointer, ...] = ()  # what kernels take to look rows up: see `passes.SEARCH_TYPES`
     moment: Moment | None = None  # when it was launched, in a run whose maps have streams of their own
-    prefetched: Prefetched | None = None
     #: constants on the device that launches read: kept as long as a graph that holds those launches may run
     kept: list[torch.Tensor] = field(default_factory=list)
 

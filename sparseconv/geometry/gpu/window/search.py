@@ -22,7 +22,7 @@ from sparseconv.geometry.gpu.hash_table.table import (
     rows_per_chunk,
 )
 from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts, scan_counts
-from sparseconv.geometry.gpu.window.found import AROUND, SCRATCH, SORT_KEYS, STARTS, Prefetched, WindowSearch
+from sparseconv.geometry.gpu.window.found import AROUND, SCRATCH, SORT_KEYS, STARTS, WindowSearch
 from sparseconv.geometry.gpu.window.neighbor_table import COUNT, neighbor_table
 from sparseconv.geometry.gpu.window.passes import launch_around, launch_masks, launch_search, search_programs
 from sparseconv.geometry.gpu.window.taps import GIVEN, KEY_BITS, TapWindow, bit_places, encode_window
@@ -49,7 +49,9 @@ def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindo
 def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:
     n, taps, device = coords.shape[0], window.num_taps, coords.device
     is_local, is_cube, constants = looks_of(window, table.shifts, coords is table.coords and n > 0)
-    chunks = ceil_div(n, rows_per_chunk(n))
+    coords = coords if is_local else aligned(coords)
+    chunk_rows = rows_per_chunk(n)
+    chunks = ceil_div(n, chunk_rows)
     narrow, side = taps <= KEY_BITS, current()
     counters, pending = Counters(table, taps, chunks), PendingCounts(taps, table)
     blocks = table.most_blocks if is_local else 0
@@ -61,7 +63,14 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
         passes = Passes(n, window.key_bits, spare if is_cube else 0, is_sorted)
         lengths += (passes.words, ticket_behind(n) + 1)
     scratch = Arena(device, SCRATCH, lengths)
-    search = found_search(table, coords, window, scratch, counters, pending, passes, is_sorted)
+    entries, around = table.pointers[3:5]
+    if is_local:
+        entries, around = table.arena[ENTRIES], scratch[AROUND]
+    pointers: tuple[Pointer, ...] = (pointer(coords), *table.pointers, entries, around, pointer(window.data))
+    search = WindowSearch(
+        coords, window, table, table.device_count, n, table.capacity, constants, is_local, is_cube, chunk_rows, chunks,
+        counters, pending, scratch, passes, is_sorted, None, pointers,
+    )  # fmt: skip
     if passes is not None and taps:
         launch_search(search, counters, passes, programs)
     else:
@@ -77,32 +86,6 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
             COUNT(device, (chunks, taps), args, (search.chunk_rows, 128))
         scan_counts(counters, scratch[STARTS], pending, table)
     return search if side is None else replace(search, moment=side.moment())
-
-
-def found_search(
-    table: CoordinateTable,
-    coords: torch.Tensor,
-    window: TapWindow,
-    scratch: Arena,
-    counters: Counters,
-    pending: PendingCounts,
-    passes: Passes | None = None,
-    is_sorted: bool = False,
-    prefetched: Prefetched | None = None,
-) -> WindowSearch:
-    """The search that a launch leaves in scratch memory and counters."""
-    n = coords.shape[0]
-    is_local, is_cube, constants = looks_of(window, table.shifts, coords is table.coords and n > 0)
-    coords = coords if is_local else aligned(coords)
-    entries, around = table.pointers[3:5]
-    if is_local:
-        entries, around = table.arena[ENTRIES], scratch[AROUND]
-    pointers: tuple[Pointer, ...] = (pointer(coords), *table.pointers, entries, around, pointer(window.data))
-    chunk_rows = rows_per_chunk(n)
-    return WindowSearch(
-        coords, window, table, table.device_count, n, table.capacity, constants, is_local, is_cube, chunk_rows,
-        ceil_div(n, chunk_rows), counters, pending, scratch, passes, is_sorted, None, pointers, None, prefetched,
-    )  # fmt: skip
 
 
 def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = None) -> WindowSearch:
