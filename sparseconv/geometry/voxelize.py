@@ -21,8 +21,6 @@ from sparseconv.kinds import check_values
 if TYPE_CHECKING:
     from jaxtyping import Float, Int64, Integer
 
-    from sparseconv.geometry.gpu.point_sort import SortedPoints
-
 #: what to do with a list of clouds
 SEVERAL = "a batch is {joined} with batch=torch.repeat_interleave(torch.tensor([len(p) for p in points]))"
 
@@ -92,11 +90,9 @@ def voxelize(
     if count == 0:
         nothing = torch.zeros(0, rank + 1, dtype=torch.int32, device=points.device)
         return VoxelGrid(nothing, batch_size, size, corner), torch.zeros(0, dtype=torch.int64, device=points.device)
-    found: SortedPoints | _Cells | None = None
     if points.is_cuda:
         check_card(points.device)
-        found = _on_gpu()(points, batch, size, corner)
-    found = found or _Cells(points, batch, size, corner)
+    found = _Cells(points, batch, size, corner)
     low, high = found.low, found.high
     if not all(map(math.isfinite, low + high)):
         finite = torch.isfinite(points).all(1)
@@ -129,10 +125,10 @@ def voxelize(
 
 
 @cache
-def _on_gpu() -> Callable[..., SortedPoints | None]:
-    from sparseconv.geometry.gpu.point_sort import sort_points  # Triton is loaded where it is used
+def _on_gpu() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    from sparseconv.gpu.radix_sort.sort import unique_keys  # Triton is loaded where it is used
 
-    return sort_points
+    return unique_keys
 
 
 class _Cells:
@@ -147,9 +143,14 @@ class _Cells:
         columns = self._cells.int()
         if self._batch is not None:
             columns = torch.cat([self._batch[:, None].int(), columns], 1)
-        keys, rows = torch.unique(space.keys(columns, narrow=True), return_inverse=True)
-        # all points of a voxel write the same numbers
-        coords = columns.new_empty(len(keys), columns.shape[1]).index_copy_(0, rows, columns)
+        keys = space.keys(columns, narrow=True)
+        if keys.is_cuda and keys.dtype == torch.int32:  # a radix sort of as many bits as there are keys
+            first, rows = _on_gpu()(keys, max(1, (math.prod(space.size) - 1).bit_length()))
+            coords = columns.index_select(0, first)
+        else:
+            keys, rows = torch.unique(keys, return_inverse=True)
+            # all points of a voxel write the same numbers
+            coords = columns.new_empty(len(keys), columns.shape[1]).index_copy_(0, rows, columns)
         return coords if self._batch is not None else torch.nn.functional.pad(coords, (1, 0)), rows
 
 

@@ -9,11 +9,11 @@ from sparseconv.gpu.launcher import IS_INTERPRETED
 
 #: tiles before its own that a thread asks for their counts at once
 LOOK = 8
-#: bytes of shared memory of which Triton knows nothing: counters by warp, then the lines of a tile
-ROOM, TOGETHER_ROOM = 40960, 18432
+#: bytes of shared memory of which Triton knows nothing: counters by warp, then the lines of a tile; and counters alone
+ROOM, COUNTERS_ROOM = 40960, 18432
 
-OPEN, OPEN_TOGETHER = (
-    tl.constexpr(f".shared .align 16 .b8 sort_room[{room}]; mov.b32 $0, 0;") for room in (ROOM, TOGETHER_ROOM)
+OPEN, OPEN_COUNTERS = (
+    tl.constexpr(f".shared .align 16 .b8 sort_room[{room}]; mov.b32 $0, 0;") for room in (ROOM, COUNTERS_ROOM)
 )
 COPY = tl.constexpr("mov.b32 $0, $1;")
 _AT = "{ .reg .b32 at; mov.u32 at, sort_room; add.u32 at, at, $1; "

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from sparseconv.geometry.gpu import point_sort, scene
+from sparseconv.geometry.gpu import scene
 from sparseconv.geometry.gpu.hash_table import table
 from sparseconv.geometry.gpu.jobs import kernels as job_kernels
 from sparseconv.geometry.gpu.order import morton_runs
@@ -61,9 +61,8 @@ jobs = [
     (table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),
     (sort.DIGITS, (8, 4, 16, 8)), (sort.DIGITS, (9, 3, 16, 8)),
     (sort.MOVE, (8, 8, 16, 8)), (sort.MOVE, (9, 8, 12, 8)),
-    (passes.SEARCH, (*around[:5], 32, 128, 3, 9, 1)),
-    (passes.SEARCH, (*around[:5], 32, 128, 3, 9, 0)),
-    (passes.SEARCH, (*by_key[:5], 8, 128, 0, 0, 0)),
+    (passes.SEARCH, (*around[:5], 32, 128, 3, 9)),
+    (passes.SEARCH, (*by_key[:5], 8, 128, 0, 0)),
     *((output_coords.MARK, (3, is_box, output_coords.ROWS, 512, 1024, 10)) for is_box in (True, False)),
     (output_coords.EMIT, (3, 32)), (output_coords.EMIT_FIXED, (3, 32)),
     (output_coords.CLAIM, (4, True, 128)), (output_coords.DECODE, (3, 256)),
@@ -72,17 +71,15 @@ jobs = [
     (pair_lists.CONFINE, (32,)),
     (pair_lists.PAIRS, (*around, True, 512, 128)), (pair_lists.PAIRS, (*by_key, False, 128, 128)),
     (pair_lists_3x3x3.CUBE_PAIRS, (512, False)),
-    (tile_kernels.CUBE_TILES, (128, 32, 32)),
-    (tile_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
-    (tile_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
+    (tile_kernels.CUBE_TILES, (128, 32, False)),
+    (tile_kernels.TILES, (*around, 128, 32, False, True, True, False)),
+    (tile_kernels.TILES_64, (*by_key, 64, 256, True, False, False, False)),
     (tile_kernels.RANKS, (32, 64, 1024)), (tile_kernels.RANKS, (32, 64, 4096)),
-    (point_sort.SORT[torch.float32], (3, True)), (point_sort.WRITE, (3,)),
 ]
 if MORE:  # second forms
     jobs += [
-        (tile_kernels.CUBE_TILES, (64, 32, -1)),
+        (tile_kernels.CUBE_TILES, (64, 32, True)),
         (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
-        (point_sort.SORT[torch.float64], (4, True)), (point_sort.WRITE, (4,)),
     ]
 jobs += [
     (job_kernels._JOBS, (32, 128, False)), (job_kernels._JOBS, (32, 16, True)),

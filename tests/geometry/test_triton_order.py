@@ -1,4 +1,4 @@
-"""The sorts, with a launch for each digit and in a search's own, against torch's; in the interpreter or on a card."""
+"""The radix sort against torch's; in the interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -16,18 +14,14 @@ if not torch.cuda.is_available():
 
 from sparseconv.geometry.gpu.hash_table.table import build_table
 from sparseconv.geometry.gpu.order.row_order import row_order
-from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
-from sparseconv.geometry.gpu.window import passes as search_passes
 from sparseconv.geometry.gpu.window import search as window_search
 from sparseconv.geometry.gpu.window.found import ORDER
 from sparseconv.geometry.gpu.window.search import search_window
 from sparseconv.geometry.gpu.window.taps import encode_window
-from sparseconv.gpu import launcher, warp_asm
+from sparseconv.gpu import launcher
 from sparseconv.gpu.launcher import pointer
 from sparseconv.gpu.radix_sort import sort
-from sparseconv.gpu.radix_sort.kernels import MARK, clear_lists, sort_together
-from sparseconv.gpu.radix_sort.sort import HELD, TOGETHER_WARPS, Passes, most_together, ticket_behind
-from tests.geometry.concurrent_programs import beside
+from sparseconv.gpu.radix_sort.sort import Passes
 from tests.geometry.triton_cases import CASES
 
 DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
@@ -92,57 +86,11 @@ def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pyte
     assert torch.equal(order.long(), torch.sort(search.keys, stable=True).indices)
 
 
-@triton.jit
-def together_kernel(keys_ptr, lines_ptr, order_ptr, barriers_ptr, n, share, PROGRAMS: tl.constexpr):
-    clear_lists(lines_ptr, n, share, 1, 9)
-    sort_beside(PROGRAMS, keys_ptr, lines_ptr, order_ptr, barriers_ptr, n, share, 3, 9, TOGETHER_WARPS, HELD)
-
-
-def sort_beside(programs: int, *args: object) -> None:
-    beside(programs, lambda own: sort_together(own, programs, *args))
-
-
-@pytest.mark.skipif(not launcher.INTERPRETED, reason="on a card a search does this")
-@pytest.mark.parametrize(
-    ("n", "programs", "values", "share"),
-    [(1, 3, 1, 0.0), (127, 2, 9, 1.0), (640, 5, 1000, 0.7), (641, 5, 1, 1.0), (700, 4, 1000, 0.7), (3840, 3, 40, 0.7)],
-)
-def test_programs_that_are_all_there_sort_together(n: int, programs: int, values: int, share: float) -> None:
-    keys, passes = skewed(n, 27, values, share, seed=n), Passes(n, 27, programs, together=True)
-    assert n <= most_together(programs)
-    stale = MARK.value * (1 + 2**32)  # counts of nothing, as if they had been told
-    scratch = torch.full((passes.words + programs * warp_asm.ROOM // 8,), stale, dtype=torch.int64)
-    order = torch.full((ticket_behind(n) + 1,), -1, dtype=torch.int32)
-    together_kernel[(1,)](keys, scratch, order, torch.zeros(2, dtype=torch.int32), n, passes.share, programs)
-    assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)
-    assert int(order[-1]) == 0
-
-
-@pytest.mark.parametrize("n", [1, 127, 128, 129, 1023, 1024, 1025, 2600])
-def test_a_search_of_few_rows_sorts_them_too(n: int) -> None:
-    cells = torch.randperm(16**3, generator=torch.Generator().manual_seed(n))[:n]
-    coords = torch.stack([cells & 0, cells >> 8, cells >> 4 & 15, cells & 15], 1).int().to(DEVICE)
-    table = build_table(coords)
-    search = search_window(table, table.coords, encode_window(CASES[3].offsets, (1,) * 3, None, table.coords.device))
-    place, scratch = row_order(search), search.found[1]
-    order = scratch.tensor(ORDER)[:n]
-    assert (search.ticket is None) == (launcher.INTERPRETED and n > most_together(1))
-    assert place.data_ptr() == order.data_ptr() if launcher.INTERPRETED else place == order.data_ptr()
-    assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
-    search = FoundEdges(search.released(), n).searched()  # made anew
-    row_order(search)
-    assert torch.equal(search.found[1].tensor(ORDER)[:n], order)
-    assert search.ticket is None or int(search.found[1].tensor(ORDER)[-1]) == 0
-
-
 @pytest.mark.parametrize("n", [1, 3072, 5000])
-def test_the_digits_that_a_search_has_counted_serve_a_sort_of_its_own(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = search_passes.search_programs  # as in a run whose maps have streams of their own
-    monkeypatch.setattr(window_search, "search_programs", lambda *args: programs(*args[:-1], False))
+def test_the_digits_that_a_search_has_counted_serve_its_sort(n: int) -> None:
     cells = torch.randperm(32**3, generator=torch.Generator().manual_seed(n))[:n]
     table = build_table(torch.stack([cells & 0, cells >> 10, cells >> 5 & 31, cells & 31], 1).int().to(DEVICE))
     search = search_window(table, table.coords, encode_window(CASES[3].offsets, (1,) * 3, None, table.coords.device))
-    assert search.ticket is None
     row_order(search)
     order = search.found[1].tensor(ORDER)[:n]
     assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
@@ -152,7 +100,6 @@ def test_the_digits_that_a_search_has_counted_serve_a_sort_of_its_own(n: int, mo
 def test_other_windows_are_sorted_by_launches_of_their_own(offsets: tuple[tuple[int, ...], ...]) -> None:
     table = build_table(CASES[3].source(device=DEVICE))
     search = search_window(table, table.coords, encode_window(offsets, (1,) * 3, None, table.coords.device))
-    assert search.ticket is None
     row_order(search)
     order = search.found[1].tensor(ORDER)[: search.rows]
     assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
@@ -162,3 +109,13 @@ def test_other_windows_are_sorted_by_launches_of_their_own(offsets: tuple[tuple[
 def test_other_keys_are_sorted_by_torch(groups: int, n: int, dtype: torch.dtype) -> None:
     keys = torch.randint(0, 9, (groups, n), dtype=dtype, device=DEVICE)
     assert torch.equal(sort.sort_rows(keys).long(), torch.sort(keys, stable=True).indices)
+
+
+@pytest.mark.parametrize(("n", "bits", "dtype"), [(1, 1, torch.int32), (3000, 12, torch.int32), (500, 40, torch.int64)])
+def test_distinct_keys_are_those_of_torch(n: int, bits: int, dtype: torch.dtype) -> None:
+    keys = torch.randint(0, 2**bits // 2 + 1, (n,), generator=torch.Generator().manual_seed(n), dtype=dtype).to(DEVICE)
+    first, numbers = sort.unique_keys(keys, bits)
+    want, inverse = torch.unique(keys, return_inverse=True)
+    assert torch.equal(keys[first], want)
+    assert torch.equal(numbers, inverse)
+    assert all(not (keys[:row] == keys[row]).any() for row in first.tolist()[:50])

@@ -12,5 +12,4 @@ one scene, three voxels on a line at x = 0, 1 and 5 (rows 0, 1 and 2), through a
     reached      a window of two cells at stride 2 reaches the coarse voxels 0 and 2
 
 `work_lists` keeps what a map was asked for.
-`point_sort` makes the coordinates of points.
 """

@@ -1,11 +1,10 @@
-"""The kernels of the radix sort: digits counted, lines moved, a launch for each digit or all programs together."""
+"""The kernels of the radix sort: digits counted, lines moved, a launch for each digit."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from sparseconv.gpu.cooperative import wait_for_all
 from sparseconv.gpu.launcher import follow
 from sparseconv.gpu.warp_asm import (
     OF_ALL,
@@ -22,11 +21,6 @@ from sparseconv.gpu.warp_asm import (
     take_place,
     tell,
 )
-
-#: programs that sort together, but for one, and digits whose counts one of them sums: as many as a load brings
-LISTS, SUMMED = tl.constexpr(512), tl.constexpr(4)
-#: a count that they tell has a mark above it, so often this: of which pass it is, and of whom
-MARK = tl.constexpr(1 << 24)
 
 
 @triton.jit
@@ -104,119 +98,46 @@ def move_kernel(
     else:
         state_ptr += (turn * (tiles + 1) + tile) * BINS  # of the tile before
         first = tile * (32 * WARPS * STEPS)
-        lines = load_lines(keys_ptr, lines_ptr, first, n, turn, STEPS, WARPS, STEPS)
+        lines = load_lines(keys_ptr, lines_ptr, first, n, turn, WARPS, STEPS)
         low = turn * BITS
-        total = count_lines(room_ptr, lines, low, STEPS, BITS, WARPS, STEPS)
+        total = count_lines(room_ptr, lines, low, BITS, WARPS, STEPS)
         tell(state_ptr + BINS, total, OF_TILE)
         begin = tl.cumsum(total, 0) - total
-        order_lines(room_ptr, lines, begin, low, STEPS, BITS, WARPS, STEPS)
+        order_lines(room_ptr, lines, begin, low, BITS, WARPS, STEPS)
         before = look_back(state_ptr, BINS)
         tell(state_ptr + BINS, before + total, OF_ALL)
         write_lines(
-            room_ptr, lines_ptr, order_ptr, before - begin, first, n, turn, turn == passes - 1, STEPS,
-            BITS, WARPS, STEPS,
+            room_ptr, lines_ptr, order_ptr, before - begin, first, n, turn, turn == passes - 1, BITS, WARPS, STEPS
         )  # fmt: skip
 
 
-@triton.jit
-def clear_lists(lines_ptr, n, share, programs, BITS: tl.constexpr):
-    """Nobody has told anything: to be seen to before the programs meet ahead of `sort_together`."""
-    BINS: tl.constexpr = 1 << BITS
-    lists_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
-    for one in range(tl.program_id(0), (n + share - 1) // share + 1, programs):
-        tl.store(lists_ptr + one * BINS + tl.arange(0, BINS), 0)
-
-
-@triton.jit
-def sort_together(
-    own, programs, keys_ptr, lines_ptr, order_ptr, barriers_ptr, n, share, passes,
-    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROW_BITS: tl.constexpr = 32,
-):  # fmt: skip
-    """The order of keys that all programs of a cooperative launch know, and a zero behind it.
-
-    Each has ``share`` rows, at most STEPS for a thread, or none. In each pass it tells how often it has each digit;
-    who sums a few digits tells each program how many come before its own, and in a last list how many there are. A
-    count says what it is, so that a program waits for what it reads alone. They meet between passes: passes - 1 times.
-    A row takes the ROW_BITS lowest bits of a line, its key the others.
-    """
-    BINS: tl.constexpr = 1 << BITS
-    digit_of = tl.arange(0, BINS)
-    lists = (n + share - 1) // share
-    first = own * share
-    steps = tl.where(own < lists, share // (32 * WARPS), 0)
-    lists_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
-    room_ptr = lists_ptr + (lists + 1) * BINS + own * (WARPS * BINS + 64 * WARPS * STEPS)  # one for each
-    if own == 0:
-        tl.store(order_ptr + (n + 3) // 4 * 4, 0)
-    party = tl.minimum(tl.maximum(lists, BINS // SUMMED), programs)  # others have nothing to do
-    for turn in range(tl.where(own < party, passes, 0)):
-        if turn > 0:
-            wait_for_all(barriers_ptr + turn - 1, party)
-        lines = load_lines(keys_ptr, lines_ptr, first, n, turn, steps, WARPS, STEPS, ROW_BITS)
-        low = turn * BITS
-        total = count_lines(room_ptr, lines, low, steps, BITS, WARPS, STEPS, ROW_BITS)
-        mark = 2 * turn + 1
-        if own < lists:
-            tl.store(lists_ptr + own * BINS + digit_of, total + mark * MARK)
-        for digits in range(own * SUMMED, BINS, programs * SUMMED):
-            sum_lists(lists_ptr + digits, lists, mark, BINS)
-        begin = tl.cumsum(total, 0) - total
-        order_lines(room_ptr, lines, begin, low, steps, BITS, WARPS, STEPS, ROW_BITS)
-        which = tl.arange(0, 2)[:, None]
-        at = tl.where(which == 0, own, lists) * BINS + digit_of[None, :]
-        count = told(lists_ptr + at, which < tl.where(own < lists, 2, 0), mark + 1)
-        before = tl.sum(tl.where(which == 0, count, tl.cumsum(count, 1) - count), 0)
-        write_lines(
-            room_ptr, lines_ptr, order_ptr, before - begin, first, n, turn, turn == passes - 1, steps,
-            BITS, WARPS, STEPS, ROW_BITS,
-        )  # fmt: skip
-
-
-@triton.jit
-def sum_lists(lists_ptr, lists, mark, BINS: tl.constexpr):
-    """Counts of SUMMED digits, told by ``lists`` programs, become those of the programs before; behind them, of all."""
-    one = tl.arange(0, LISTS)[:, None]
-    at = lists_ptr + one * BINS + tl.arange(0, SUMMED)[None, :]
-    count = told(at, one < lists, mark)
-    tl.store(at, tl.cumsum(count, 0) - count + (mark + 1) * MARK, mask=one <= lists)
-
-
-@triton.jit
-def told(at, mask, mark):
-    """The counts at addresses, once all of them have the ``mark``."""
-    count = tl.load(at, mask=mask, other=mark * MARK, volatile=True) - mark * MARK
-    while tl.min(tl.min(count, 1), 0) < 0:
-        count = tl.load(at, mask=mask, other=mark * MARK, volatile=True) - mark * MARK
-    return count
-
-
-# ---- the lines of a program, ``steps`` of STEPS for each thread: counted, put in order, written
+# ---- the lines of a program, STEPS for each thread: counted, put in order, written
 
 
 @triton.jit
 def load_lines(
-    keys_ptr, lines_ptr, first, n, turn, steps, WARPS: tl.constexpr, STEPS: tl.constexpr, ROW_BITS: tl.constexpr = 32
+    keys_ptr, lines_ptr, first, n, turn, WARPS: tl.constexpr, STEPS: tl.constexpr
 ):  # fmt: skip
     """The lines from ``first`` on, a run of them for each warp; new ones in the first pass."""
     lane = numbers(32 * WARPS)
-    row = first + lane // 32 * (32 * steps)
-    end = tl.minimum(row + 32 * steps, n)
+    row = first + lane // 32 * (32 * STEPS)
+    end = tl.minimum(row + 32 * STEPS, n)
     row += lane % 32
     if turn == 0:
-        lines = new_lines(keys_ptr, row, end, STEPS, ROW_BITS)
+        lines = new_lines(keys_ptr, row, end, STEPS)
     else:
         lines = lines_at(lines_ptr + tl.where(turn % 2 == 1, 0, n), row, end, STEPS)
     return lines
 
 
 @triton.jit
-def new_lines(keys_ptr, row, end, STEPS: tl.constexpr, ROW_BITS: tl.constexpr):
+def new_lines(keys_ptr, row, end, STEPS: tl.constexpr):
     """Keys with their rows below them."""
     lines = ()  # type: tuple
     for step in tl.static_range(STEPS):
         at = row + 32 * step
         key = tl.load(keys_ptr + at, mask=at < end, other=-1)
-        lines = lines + ((key.to(tl.int64) << ROW_BITS) | at,)
+        lines = lines + ((key.to(tl.int64) << 32) | at,)
     return lines
 
 
@@ -232,8 +153,7 @@ def lines_at(lines_ptr, row, end, STEPS: tl.constexpr):
 
 @triton.jit
 def count_lines(
-    room_ptr, lines, low, steps, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
-    ROW_BITS: tl.constexpr = 32,
+    room_ptr, lines, low, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr
 ):  # fmt: skip
     """How often each digit occurs, in all and, in shared memory, in each warp."""
     BINS: tl.constexpr = 1 << BITS
@@ -243,8 +163,7 @@ def count_lines(
         put(room_ptr, warp * BINS + digit_of, digit_of & 0)
     tl.debug_barrier()
     for step in tl.static_range(STEPS):
-        if step < steps:
-            add_one(room_ptr, own + digit_in(lines[step], low, BINS, ROW_BITS))
+        add_one(room_ptr, own + digit_in(lines[step], low, BINS))
     tl.debug_barrier()
     total = digit_of & 0
     for warp in tl.static_range(WARPS):
@@ -254,8 +173,7 @@ def count_lines(
 
 @triton.jit
 def order_lines(
-    room_ptr, lines, begin, low, steps, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
-    ROW_BITS: tl.constexpr = 32,
+    room_ptr, lines, begin, low, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr
 ):  # fmt: skip
     """Counted lines go to shared memory, behind the counters, in the order of a digit; where each of them begins."""
     BINS: tl.constexpr = 1 << BITS
@@ -271,15 +189,14 @@ def order_lines(
         put(room_ptr, warp * BINS + digit_of, places[warp])
     tl.debug_barrier()
     for step in tl.static_range(STEPS):  # lines that are none have the last digit, and come last of all
-        if step < steps:
-            digit = digit_in(lines[step], low, BINS, ROW_BITS)
-            put_line(room_ptr, WARPS * BINS * 4, take_place(room_ptr, own, digit, BITS), lines[step])
+        digit = digit_in(lines[step], low, BINS)
+        put_line(room_ptr, WARPS * BINS * 4, take_place(room_ptr, own, digit, BITS), lines[step])
 
 
 @triton.jit
 def write_lines(
-    room_ptr, lines_ptr, order_ptr, shift, first, n, turn, last, steps,
-    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROW_BITS: tl.constexpr = 32,
+    room_ptr, lines_ptr, order_ptr, shift, first, n, turn, last,
+    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The lines of shared memory, of the ``last`` pass their rows, to where they belong: ``shift`` by their digit."""
     BINS: tl.constexpr = 1 << BITS
@@ -291,19 +208,17 @@ def write_lines(
     tl.debug_barrier()
     if last:
         for step in tl.static_range(STEPS):
-            if step < steps:
-                at = step * THREADS + lane
-                line = take_line(room_ptr, WARPS * BINS * 4, at)
-                to = take(room_ptr, digit_in(line, low, BINS, ROW_BITS)) + at
-                tl.store(order_ptr + to, (line & ((1 << ROW_BITS) - 1)).to(tl.int32), mask=first + at < n)
+            at = step * THREADS + lane
+            line = take_line(room_ptr, WARPS * BINS * 4, at)
+            to = take(room_ptr, digit_in(line, low, BINS)) + at
+            tl.store(order_ptr + to, (line & ((1 << 32) - 1)).to(tl.int32), mask=first + at < n)
     else:
         there_ptr = lines_ptr + tl.where(turn % 2 == 1, n, 0)
         for step in tl.static_range(STEPS):
-            if step < steps:
-                at = step * THREADS + lane
-                line = take_line(room_ptr, WARPS * BINS * 4, at)
-                to = take(room_ptr, digit_in(line, low, BINS, ROW_BITS)) + at
-                tl.store(there_ptr + to, line, mask=first + at < n)
+            at = step * THREADS + lane
+            line = take_line(room_ptr, WARPS * BINS * 4, at)
+            to = take(room_ptr, digit_in(line, low, BINS)) + at
+            tl.store(there_ptr + to, line, mask=first + at < n)
 
 
 @triton.jit
@@ -319,10 +234,6 @@ def sum_counts(counts_ptr, counting, BINS: tl.constexpr):
 
 
 @triton.jit
-def digit_in(line, low, BINS: tl.constexpr, ROW_BITS: tl.constexpr):
-    """The digit of a line above its ``low`` lowest bits of the key."""
-    if ROW_BITS == 32:  # the upper register
-        digit = (line >> 32).to(tl.int32) >> low
-    else:
-        digit = (line >> (ROW_BITS + low)).to(tl.int32)
-    return digit & (BINS - 1)
+def digit_in(line, low, BINS: tl.constexpr):
+    """The digit of a line above its ``low`` lowest bits of the key: of the upper register."""
+    return ((line >> 32).to(tl.int32) >> low) & (BINS - 1)

@@ -1,4 +1,4 @@
-"""The order that sorts rows by their keys on the GPU: a stable radix sort, a launch for each digit or in another's."""
+"""The order that sorts rows by their keys on the GPU: a stable radix sort, a launch for each digit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from sparseconv.gpu.cooperative import programs_at_once
 from sparseconv.gpu.launcher import INTERPRETED, Launcher, Pointer, ceil_div, pointer
-from sparseconv.gpu.radix_sort.kernels import LISTS, SUMMED, digits_kernel, move_kernel
+from sparseconv.gpu.radix_sort.kernels import digits_kernel, move_kernel
 from sparseconv.gpu.warp_asm import LOOK, MOST_ROWS, ROOM
 
 #: bits of a digit: the fewest with which there are as few digits as with the most
@@ -17,12 +17,8 @@ DIGIT_BITS = 8, 9
 WARPS, STEPS = 8, (16, 12)
 #: warps of a program that counts all digits, and keys that each of its threads asks for at once
 COUNT_WARPS, COUNT_STEPS = 16, 8
-#: the same of programs that are all there at once, several on a multiprocessor, and keys that one counts
-TOGETHER_WARPS, TOGETHER_STEPS, TOGETHER_KEYS = 4, 8, 4096
-#: lines that each of their threads holds at most, where they sort together
-HELD = 10
-#: programs that sum
-SUMMING = (1 << max(DIGIT_BITS)) // SUMMED.value
+#: the same of programs of a cooperative launch, and keys that one of them counts
+COOPERATIVE_WARPS, COOPERATIVE_STEPS, COOPERATIVE_KEYS = 4, 8, 4096
 
 
 def sort_rows(keys: torch.Tensor, bits: int = 31) -> torch.Tensor:
@@ -39,29 +35,37 @@ def sort_rows(keys: torch.Tensor, bits: int = 31) -> torch.Tensor:
     return order
 
 
+def unique_keys(keys: torch.Tensor, bits: int = 31) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each distinct key (N,) int32 or int64, not negative, occurs first, (M,) int64 in the order of the keys, and
+    the number of each key among them, (N,) int64. Waits once, for M.
+
+    >>> [found.tolist() for found in unique_keys(torch.tensor([4, 2, 4]))]
+    [[1, 0], [1, 0, 1]]
+    """
+    order = sort_rows(keys.view(1, -1), bits)[0].long()
+    ordered = keys.index_select(0, order)
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
+    return order[begins], torch.empty_like(order).scatter_(0, order, begins.cumsum(0) - 1)
+
+
 class Passes:
     """How the last ``bits`` bits of ``n`` keys are cut into digits, and keys into tiles, for a sort.
 
     ``programs``: the programs of a cooperative launch that has written the keys, and counts their digits too; by 0, a
-    launch of its own does. ``together``: it moves the lines, too; no more than `most_together` of them.
+    launch of its own does.
     """
 
-    def __init__(self, n: int, bits: int, programs: int = 0, together: bool = False) -> None:
+    def __init__(self, n: int, bits: int, programs: int = 0) -> None:
         self.n = n
-        self.passes, self.bits, self._steps = _digits(bits)
+        self.passes, self.bits, self._steps = digits_of(bits)
         self.tiles = ceil_div(n, 32 * WARPS * self._steps)
         self.states = LOOK + self.passes * (self.tiles + 1)
-        self.counting = ceil_div(n, TOGETHER_KEYS if programs else 32 * COUNT_WARPS * COUNT_STEPS)
+        self.counting = ceil_div(n, COOPERATIVE_KEYS if programs else 32 * COUNT_WARPS * COUNT_STEPS)
         self._is_counted = programs > 0
         if programs:
             self.counting = min(self.counting, programs)
         lists = self.states + self.passes * min(self.counting, programs or 1024)
-        #: where they are moved together, the rows of a program: a whole number of steps
-        self.share = 0
-        if together:
-            threads = 32 * TOGETHER_WARPS
-            self.share = ceil_div(n, _sorters(programs) * threads) * threads
-            lists = ceil_div(n, self.share) + 1
         #: words of 64 bits of its scratch memory: two lists of lines, then states of tiles and lists of counts
         self.words = 2 * n + (lists << self.bits) // 2 + INTERPRETED * ROOM // 8
 
@@ -79,27 +83,8 @@ class Passes:
             MOVE(device, (tiles if turn else tiles + passes,), args, constants)
 
 
-def ticket_behind(n: int) -> int:
-    """Where `sort_together` leaves a zero behind the order of n rows: at a multiple of 16 bytes."""
-    return (n + 3) & -4
-
-
-def most_together(programs: int) -> int:
-    """Rows that so many programs sort together: each holds its lines in registers."""
-    return _sorters(programs) * 32 * TOGETHER_WARPS * HELD
-
-
-def _sorters(programs: int) -> int:
-    return min(programs, LISTS.value - 1)
-
-
-def together_constants(bits: int, together: bool) -> tuple[int, ...]:
-    """Digits, bits of a digit, and whether lines are moved too, for keys of so many bits; all 0 for none."""
-    return (*_digits(bits)[:2], int(together)) if bits else (0, 0, 0)
-
-
 @cache
-def _digits(bits: int) -> tuple[int, int, int]:
+def digits_of(bits: int) -> tuple[int, int, int]:
     """Passes, bits of a digit, and lines that a thread moves, for keys of so many bits."""
     passes = ceil_div(bits, max(DIGIT_BITS))
     each, steps = next((each, steps) for each, steps in zip(DIGIT_BITS, STEPS) if each * passes >= bits)

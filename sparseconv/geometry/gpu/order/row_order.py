@@ -25,8 +25,6 @@ def row_order(search: WindowSearch, chunk_rows: int | None = None) -> torch.Tens
     """
     if chunk_rows is None and search.table is not None and search.window.num_taps <= KEY_BITS:
         scratch = search.found[1]
-        if search.is_sorted:
-            return scratch[ORDER]
         with building():
             if search.passes is None:
                 return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), search.window.key_bits)

@@ -37,8 +37,6 @@ from sparseconv.gpu.streams import building, current
 #: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
 #: (taps split in groups or not), and to search again costs the host more than to build a schedule
 KEPT_ROWS = 65_536
-#: tiles up to which the last of their programs ranks them alone: a launch less for the host
-RANKED_AT_LAST = 1024
 
 
 def schedule_on_gpu(
@@ -129,20 +127,18 @@ def make_tiles(
         search.kept.extend((line_of, weight_taps))
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
         table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena
-        ticket = None if in_order or tiles > RANKED_AT_LAST else search.ticket
-        bins = -1 if in_order else 0 if ticket is None else bins_of(lines)
         arrays = (
             *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
             pointer(weight_taps), table, out_rows, *(slots_of or (out_rows,)), counts, tile_rows, tile_taps,
-            launch_order, counts if ticket is None else ticket,
+            launch_order,
         )  # fmt: skip
         numbers = n, window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room
         if cube:
-            CUBE_TILES(device, (tiles,), (*arrays, *numbers), (block_m, power_of_2(room), bins))
+            CUBE_TILES(device, (tiles,), (*arrays, *numbers), (block_m, power_of_2(room), in_order))
         else:
-            constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain, bins)
+            constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain, in_order)
             (TILES_64 if wide else TILES)(device, (tiles,), (*arrays, *numbers), constants)
-        if bins == 0:
+        if not in_order:
             _rank(counts, launch_order, tiles, lines, device)
     return schedule
 
@@ -153,18 +149,9 @@ def rank_tiles(counts: torch.Tensor, order: torch.Tensor, lines: int) -> None:
 
 
 def _rank(counts: Pointer, order: Pointer, tiles: int, lines: int, device: torch.device) -> None:
-    constants = rank_constants(lines, tiles)
-    RANKS(device, (ceil_div(tiles, constants[1]),), (counts, order, tiles), constants)
-
-
-def bins_of(lines: int) -> int:
-    """Numbers of live taps that a tile may have, and one for no tile."""
-    return power_of_2(lines + 2)
-
-
-def rank_constants(lines: int, tiles: int) -> tuple[int, int, int]:
-    """BINS, MINE and BLOCK of `rank_kernel`."""
-    return bins_of(lines), 64, min(4096, max(1024, power_of_2(tiles)))  # all tiles at once, if they are not too many
+    bins, mine = power_of_2(lines + 2), 64  # numbers of live taps that a tile may have, and one for no tile
+    block = min(4096, max(1024, power_of_2(tiles)))  # all tiles at once, if they are not too many
+    RANKS(device, (ceil_div(tiles, mine),), (counts, order, tiles), (bins, mine, block))
 
 
 @lru_cache(maxsize=512)

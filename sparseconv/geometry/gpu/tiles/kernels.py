@@ -19,15 +19,15 @@ HALVES = tl.constexpr(HALF_BIT)
 def tiles_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
-    launch_order_ptr, ticket_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
+    launch_order_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK_M: tl.constexpr, ROOM: tl.constexpr, SPLIT: tl.constexpr,
-    MASKED: tl.constexpr, PLAIN: tl.constexpr, BINS: tl.constexpr,
+    MASKED: tl.constexpr, PLAIN: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """One program makes one tile: its columns of the permuted table, its output rows and its list of live taps.
 
     Rows are looked up anew in their new order: cheaper than to gather single words of a table in the old one.
-    BINS: the last program ranks the tiles; negative: they are launched as they lie; 0: somebody else ranks them.
+    IN_ORDER: tiles are launched as they lie; else `rank_kernel` ranks them.
     """
     follow()
     tile = tl.program_id(0)
@@ -95,9 +95,7 @@ def tiles_kernel(
             out_ptr += num_slots
         tl.store(slots_ptr + group.to(tl.int64) * n + row, tl.where(alive != 0, slot, -1), mask=real)
     tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
-    if BINS > 0:
-        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tl.num_programs(0), BINS)
-    elif BINS < 0:
+    if IN_ORDER:
         tl.store(launch_order_ptr + tile, tile)
 
 
@@ -161,8 +159,8 @@ def end_lists(count, rows_ptr, taps_ptr, num_lines, room, ROOM: tl.constexpr):
 def cube_tiles_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
-    launch_order_ptr, ticket_ptr, n, num_runs, num_taps, capacity, num_slots, tiles, num_lines, room,
-    BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr,
+    launch_order_ptr, n, num_runs, num_taps, capacity, num_slots, tiles, num_lines, room,
+    BLOCK_M: tl.constexpr, ROOM: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
     follow()
@@ -202,9 +200,7 @@ def cube_tiles_kernel(
     tl.store(out_ptr + num_slots.to(tl.int64) * num_lines + slot, -1)
     tl.store(counts_ptr + tile, count)
     tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
-    if BINS > 0:
-        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tiles, BINS)
-    elif BINS < 0:
+    if IN_ORDER:
         tl.store(launch_order_ptr + tile, tile)
 
 
@@ -257,33 +253,8 @@ def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.c
     tl.store(order_ptr + rank + tl.sum(same.to(tl.int32), 1), tile, mask=tile < num_tiles)
 
 
-@triton.jit
-def rank_at_last(counts_ptr, order_ptr, ticket_ptr, tiles, BINS: tl.constexpr):
-    """`rank_kernel` by the last of the programs, who count themselves at a ticket that is zero before and after."""
-    tl.debug_barrier()
-    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tiles - 1:
-        tl.store(ticket_ptr, 0)
-        lane = tl.arange(0, 64)
-        bin_of = tl.arange(0, BINS)
-        total = tl.zeros((BINS,), tl.int32)
-        for first in range(0, tiles, 1024):
-            tile = first + tl.arange(0, 1024)
-            theirs = BINS - 1 - tl.load(counts_ptr + tile, mask=tile < tiles, other=BINS - 1)
-            total += tl.histogram(theirs, BINS)
-        total = tl.where(bin_of == 0, 0, total)
-        base = tl.cumsum(total, 0) - total
-        for first in range(0, tiles, 64):
-            tile = first + lane
-            mine = BINS - 1 - tl.load(counts_ptr + tile, mask=tile < tiles, other=BINS - 1)
-            same = (mine[None, :] == mine[:, None]) & (lane[None, :] < lane[:, None])
-            here = bin_of[None, :] == mine[:, None]
-            rank = tl.sum(tl.where(here, base[None, :], 0), 1) + tl.sum(same.to(tl.int32), 1)
-            tl.store(order_ptr + rank, tile, mask=tile < tiles)
-            base += tl.sum(here.to(tl.int32), 0)
-
-
 _I32, _I64 = torch.int32, torch.int64
-TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 11, *(int,) * 8))
-TILES_64 = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 10, *(int,) * 8))
-CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 11, *(int,) * 8))
+TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 10, *(int,) * 8))
+TILES_64 = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 9, *(int,) * 8))
+CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 10, *(int,) * 8))
 RANKS = Launcher(rank_kernel, (_I32, _I32, int))

@@ -11,8 +11,8 @@ from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts
 from sparseconv.geometry.gpu.window.taps import KEY_BITS, TapWindow
 from sparseconv.gpu.arena import Arena, Kinds
 from sparseconv.gpu.cooperative import DeviceCount
-from sparseconv.gpu.launcher import INTERPRETED, Pointer
-from sparseconv.gpu.radix_sort.sort import Passes, ticket_behind
+from sparseconv.gpu.launcher import Pointer
+from sparseconv.gpu.radix_sort.sort import Passes
 from sparseconv.gpu.streams import Moment
 
 #: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around a block, and a sort's
@@ -53,8 +53,7 @@ class WindowSearch:
     counters: Counters | None = None
     pending: PendingCounts | None = None  # the counts of the edges, on their way to the host
     scratch: Arena | None = None
-    passes: Passes | None = None  # of the sort that its launch has begun
-    is_sorted: bool = False  # whether its own launch has put the rows in order
+    passes: Passes | None = None  # of the sort of its rows, whose digits its launch may have counted
     neighbors: torch.Tensor | None = None  # (K, N_out) int32, where it was given, and of more than 31 taps
     pointers: tuple[Pointer, ...] = ()  # what kernels take to look rows up: see `passes.SEARCH_TYPES`
     moment: Moment | None = None  # when it was launched, in a run whose maps have streams of their own
@@ -97,14 +96,6 @@ class WindowSearch:
     def around(self) -> torch.Tensor | None:
         """(B, 3^D) int32: the blocks around each block, if there are so many; None where rows are looked up by key."""
         return self.found[1].tensor(AROUND).view(-1, 3 ** (self.coords.shape[1] - 1)) if self.is_local else None
-
-    @property
-    def ticket(self) -> Pointer | None:
-        """A zero (1,) int32 for programs that count themselves, who leave it zero; None where rows are not sorted."""
-        if not self.is_sorted or self.scratch is None:
-            return None
-        at = ticket_behind(self.rows)
-        return self.scratch.tensor(ORDER)[at:] if INTERPRETED else self.scratch[ORDER] + 4 * at
 
     @property
     def most_edges(self) -> int:

@@ -15,25 +15,16 @@ from sparseconv.geometry.gpu.window.taps import entry_of, look
 from sparseconv.geometry.gpu.window.window_3x3x3 import count_in_warps, mask_of_cube
 from sparseconv.gpu.cooperative import NUM_BARRIERS, barriers_of, leave, programs_at_once, wait_for_all
 from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, constant, follow, pointer, power_of_2
-from sparseconv.gpu.radix_sort.kernels import clear_lists, count_digits, sort_together
-from sparseconv.gpu.radix_sort.sort import (
-    HELD,
-    SUMMING,
-    TOGETHER_STEPS,
-    TOGETHER_WARPS,
-    Passes,
-    most_together,
-    together_constants,
-)
-from sparseconv.gpu.warp_asm import OPEN_TOGETHER, open_room
+from sparseconv.gpu.radix_sort.kernels import count_digits
+from sparseconv.gpu.radix_sort.sort import COOPERATIVE_STEPS, COOPERATIVE_WARPS, Passes, digits_of
+from sparseconv.gpu.warp_asm import OPEN_COUNTERS, open_room
 
 #: chunks that a program of a search sums at once: one number for all sizes, so that none is compiled for
 SCANNED = constant(1024)
 #: rows whose masks one of its programs reads together, and numbers of blocks that it asks for at once
 ROWS_EACH, LOOKUPS = constant(128), constant(512)
-#: its barriers; its warps, and what each thread of the sort counts at once or holds
-BARRIERS, WARPS = constant(NUM_BARRIERS), constant(TOGETHER_WARPS)
-STEPS, HOLDS = constant(TOGETHER_STEPS), constant(HELD)
+#: its barriers; its warps, and keys that each of their threads counts at once
+BARRIERS, WARPS, STEPS = constant(NUM_BARRIERS), constant(COOPERATIVE_WARPS), constant(COOPERATIVE_STEPS)
 #: programs that read masks at most, as many as an H200 holds: each adds its totals to those of all, one after another
 MASKING = 2112
 _I32, _I64 = torch.int32, torch.int64
@@ -81,7 +72,7 @@ def around_constants(shifts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def launch_search(search: WindowSearch, counters: Counters, passes: Passes, programs: int) -> None:
-    """Surroundings, masks and sums of counts in one launch; digits of a cube's keys, and where wished their order."""
+    """Surroundings, masks and sums of counts in one launch, and the digits of a cube's keys."""
     (table, scratch, pending), window = search.found, search.window
     taps, device, n = window.num_taps, table.coords.device, search.rows
     totals, counts = counters.pointers
@@ -89,31 +80,26 @@ def launch_search(search: WindowSearch, counters: Counters, passes: Passes, prog
         *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
         barriers_of(device, table.device_count),
         table.arena[KEYS], table.arena[STATUS],
-        scratch[STARTS], pointer(pending.offsets), pending.report.pointer, *scratch[LINES:],
+        scratch[STARTS], pointer(pending.offsets), pending.report.pointer, scratch[LINES],
         n, window.num_runs, taps, search.capacity, search.chunks,
-        passes.states, passes.counting, passes.share, programs,
+        passes.states, passes.counting, programs,
     )  # fmt: skip
     bits = window.key_bits if search.is_cube else 0
-    SEARCH(device, (programs,), args, search_constants(search.constants, taps, n, bits, search.is_sorted))
+    SEARCH(device, (programs,), args, search_constants(search.constants, taps, n, bits))
 
 
-def search_programs(device: torch.device, taps: int, n: int, sorting: bool) -> tuple[int, int, bool]:
-    """Programs of a `search_kernel` over ``n`` target rows, how many of them no tap keeps busy when the keys are there,
-    and whether these sort, where that is wished: each must be able to hold its lines."""
-    rows = ceil_div(n, 128)
-    programs = programs_at_once(device, max(rows, SUMMING) + taps if sorting else max(taps, rows))
-    spare = max(1, programs - taps)
-    if sorting and n > most_together(spare):
-        return search_programs(device, taps, n, False)
-    return programs, spare, sorting
+def search_programs(device: torch.device, taps: int, n: int) -> tuple[int, int]:
+    """Programs of a `search_kernel` over ``n`` target rows, and how many of them no tap keeps busy."""
+    programs = programs_at_once(device, max(taps, ceil_div(n, 128)))
+    return programs, max(1, programs - taps)
 
 
-def search_constants(looks: tuple, taps: int, n: int, bits: int, together: bool) -> tuple:
+def search_constants(looks: tuple, taps: int, n: int, bits: int) -> tuple:
     """The constants of `search_kernel` for ``n`` target rows; ``looks`` are those of a look-up.
 
-    ``bits`` of a cube's keys are counted, and where ``together`` sorted by; 0: the window is another.
+    ``bits`` of a cube's keys are counted; 0: the window is another.
     """
-    return (*looks[:5], power_of_2(taps), rows_per_chunk(n), *together_constants(bits, together))
+    return (*looks[:5], power_of_2(taps), rows_per_chunk(n), *(digits_of(bits)[:2] if bits else (0, 0)))
 
 
 # ---- kernels
@@ -229,21 +215,18 @@ def read_masks(
 def search_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr, block_keys_ptr, status_ptr,
-    starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
+    starts_ptr, offsets_ptr, report_ptr, lines_ptr,
+    n, num_runs, num_taps, capacity, num_chunks, states, counting, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    PASSES: tl.constexpr, BITS: tl.constexpr, MOVES: tl.constexpr,
+    SIDES: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between.
 
-    PASSES: the window is a cube, and the digits of the keys are counted, too; MOVES: and the rows put in order.
+    PASSES: the window is a cube, and the digits of the keys are counted, too.
     """
     LANES: tl.constexpr = 4 if RANK == 1 else 16 if RANK == 2 else 32 if RANK == 3 else 128  # 3^RANK blocks around
     if PASSES > 0:
-        open_room(OPEN_TOGETHER)
-    if MOVES:
-        clear_lists(lines_ptr, n, share, programs, BITS)
+        open_room(OPEN_COUNTERS)
     if SIDES > 0:
         num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
         find_around(
@@ -251,46 +234,22 @@ def search_kernel(
             RANK + 1, SHIFTS, SIDES, LANES, LOOKUPS // LANES,
         )  # fmt: skip
         wait_for_all(barriers_ptr, programs)
-    search_rows(
-        coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr + 1, status_ptr,
-        starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
-        n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
-        RANK, SHIFTS, PLACES, PERIODIC, SIDES, TAPS, CHUNK, PASSES, BITS, MOVES,
-    )  # fmt: skip
-    leave(barriers_ptr, programs, BARRIERS)
-
-
-@triton.jit
-def search_rows(
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr, status_ptr,
-    starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    PASSES: tl.constexpr, BITS: tl.constexpr, MOVES: tl.constexpr,
-):  # fmt: skip
-    """`search_kernel` once all surroundings are known; the programs meet at PASSES barriers, at one if no rows move."""
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
         RANK, SHIFTS, PLACES, PERIODIC, SIDES, 1, True, TAPS, CHUNK, ROWS_EACH, PASSES > 0,
     )  # fmt: skip
-    wait_for_all(barriers_ptr, programs)
+    wait_for_all(barriers_ptr + 1, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
         scan_tap(
             tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCANNED
         )
     if PASSES > 0:
         place = programs - 1 - tl.program_id(0)  # from the last on: the first programs have summed taps
-        if MOVES:
-            sort_together(
-                place, programs, keys_ptr, lines_ptr, order_ptr, barriers_ptr + 1, n, share, PASSES, BITS, WARPS, HOLDS
-            )  # fmt: skip
-        elif place < counting:
+        if place < counting:
             count_digits(place, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
+    leave(barriers_ptr, programs, BARRIERS)
 
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
@@ -300,6 +259,6 @@ MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
 CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
 SEARCH = Launcher(
     search_kernel,
-    (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, _I32, *(int,) * 9),
+    (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, *(int,) * 8),
     resident=RESIDENT,
 )

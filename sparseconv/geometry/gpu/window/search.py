@@ -30,7 +30,7 @@ from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.cooperative import DeviceCount
 from sparseconv.gpu.launcher import Pointer, ceil_div, pointer
-from sparseconv.gpu.radix_sort.sort import Passes, ticket_behind
+from sparseconv.gpu.radix_sort.sort import Passes
 from sparseconv.gpu.streams import building, current
 
 
@@ -56,12 +56,11 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     counters, pending = Counters(table, taps, chunks), PendingCounts(taps, table)
     blocks = table.most_blocks if is_local else 0
     lengths = [taps * chunks, n if narrow else 0, blocks * constants[4]]
-    passes, is_sorted, programs = None, False, 0
+    passes, programs = None, 0
     if narrow and 0 < n <= FUSED_ROWS:
-        # one allocation and one launch are fastest for the host; on side streams, edges are listed during the sort
-        programs, spare, is_sorted = search_programs(device, taps, n, is_cube and side is None)
-        passes = Passes(n, window.key_bits, spare if is_cube else 0, is_sorted)
-        lengths += (passes.words, ticket_behind(n) + 1)
+        programs, spare = search_programs(device, taps, n)
+        passes = Passes(n, window.key_bits, spare if is_cube else 0)
+        lengths += (passes.words, n)
     scratch = Arena(device, SCRATCH, lengths)
     entries, around = table.pointers[3:5]
     if is_local:
@@ -69,7 +68,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     pointers: tuple[Pointer, ...] = (pointer(coords), *table.pointers, entries, around, pointer(window.data))
     search = WindowSearch(
         coords, window, table, table.device_count, n, table.capacity, constants, is_local, is_cube, chunk_rows, chunks,
-        counters, pending, scratch, passes, is_sorted, None, pointers,
+        counters, pending, scratch, passes, None, pointers,
     )  # fmt: skip
     if passes is not None and taps:
         launch_search(search, counters, passes, programs)
