@@ -42,6 +42,7 @@ FLOORS = {
     "info": 5,
     "export": 6,
     "nn": 6,
+    "trace": 6,
     "quantization": 7,
     "streaming": 7,
     "interop": 7,

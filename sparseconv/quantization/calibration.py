@@ -13,7 +13,7 @@ from sparseconv.kinds import check_kind
 from sparseconv.quantization.float8 import Float8Builder
 from sparseconv.quantization.network import QuantizedNetwork
 from sparseconv.quantization.program import Builder
-from sparseconv.quantization.recording import Recording, record
+from sparseconv.quantization.recording import Recording
 from sparseconv.tensor import SparseTensor
 
 Scene = SparseTensor | tuple[torch.Tensor, torch.Tensor]
@@ -29,9 +29,9 @@ def quantize(
 ) -> QuantizedNetwork:
     """An 8-bit copy of a network, calibrated on scenes: int8 weights and activations, int32 sums.
 
-    The network runs on every scene once. Its layers, and the sums and concatenations between them, are recorded. Norms
-    are folded into the convolutions before them; residuals and activations join them. Scales are symmetric: one an
-    output channel for weights, one a tensor for activations. The arithmetic is `sparseconv.backends.integers`.
+    The network is recorded on a few voxels, and what was recorded runs on every scene once. Norms are folded into the
+    convolutions before them; residuals and activations join them. Scales are symmetric: one an output channel for
+    weights, one a tensor for activations. The arithmetic is `sparseconv.backends.integers`.
 
     Args:
         net: takes a `SparseTensor`; in evaluation mode. It stays as it is.
@@ -47,9 +47,10 @@ def quantize(
         A `QuantizedNetwork`.
 
     Raises:
-        ValueError: a network in training, no scene with voxels, scenes that take different ways through it, names that
-            are none, and layers that integers cannot compute: all are named, for ``keep``. A network that returns, or
-            gives to a kept layer, a grid or tensor of the scene that no layer makes. TypeError: scenes that are none.
+        ValueError: a network in training, no scene with voxels, a network that reads values of rows or goes another way
+            for another number of voxels, names that are none, and layers that integers cannot compute, which are named
+            for ``keep``. A network that returns, or gives to a kept layer, a grid or tensor of the scene that no layer
+            makes. TypeError: scenes that are none.
 
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(500, 3), voxel_size=0.1)
@@ -76,12 +77,12 @@ def quantize(
             raise TypeError(f"scenes are SparseTensors or pairs (coords, features); got {type(scene).__name__}")
         x = scene if isinstance(scene, SparseTensor) else SparseTensor(VoxelGrid(scene[0]), scene[1])
         voxels += len(x.grid)
-        if recording is None:
-            wide |= _ends(record(net, x, wide, lambda value, features: None), keep)
-        now = record(net, x, wide, seen)
-        if recording is not None and now.shape != recording.shape:
-            raise ValueError("the network takes another way through its layers for another scene: keep what decides")
-        recording = now
+        with torch.no_grad():
+            if recording is None:
+                recording = Recording(net, x, wide)
+                ends = _ends(recording, keep)
+                recording = Recording(net, x, wide | ends) if ends else recording
+            recording.run(x, seen)
     if recording is None or not voxels:
         raise ValueError("calibration needs at least one scene with voxels, which tell how large numbers become")
     builder = builder_of(recording, ranges)

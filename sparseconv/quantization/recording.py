@@ -1,14 +1,12 @@
-"""What a network does to a scene, layer by layer: recorded while it runs, so that its forward may be any Python."""
+"""The operations of a recorded network that have an integer form, and those that have none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn import pooling
@@ -20,6 +18,8 @@ from sparseconv.nn.normalization import BatchNorm
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
+from sparseconv.trace import program
+from sparseconv.trace.samples import leaves_of, number_of_leaf, recorded
 
 #: forwards of the convolutions that there are: a class of the user's may override all else
 CONVOLUTIONS = {kind.forward for kind in (SubmanifoldConv, Conv, InverseConv, ConvTranspose, ConvWithin)}
@@ -41,9 +41,10 @@ FORWARDS: dict[Any, str] = {
 #: functions of tensors outside of layers
 FUNCTIONS = {"add": "add", "__add__": "add", "__radd__": "add", "cat": "cat", "concat": "cat", "relu": "act",
              "leaky_relu": "act", "contiguous": "same", "detach": "same", "float": "same"}  # fmt: skip
-
 #: what belongs to one scene: none may stay in a network for others
 OF_A_SCENE = (torch.Tensor, SparseTensor, VoxelGrid, ConvolutionPlan)
+#: steps that make no value of the network
+SILENT = (program.GridStep, program.PlanStep, program.Layer, program.Coords, program.InputRows)
 
 
 @dataclass(frozen=True)
@@ -68,22 +69,6 @@ class Operation:
     call: Any = None  # (args, kwargs) with `Ref`s, of a wide layer
 
 
-@dataclass
-class Recording:
-    """The operations of one run in their order; ``values`` counts the values, 0 being the network's input."""
-
-    operations: list[Operation] = field(default_factory=list)
-    values: int = 1
-    results: Any = None  # what the network returned, with `Ref`s
-
-    @property
-    def shape(self) -> list[tuple[Any, ...]]:
-        """What every scene must have in common: the operations, what wide layers are given and what is returned."""
-        plain = (Ref, bool, int, float, str)
-        trees = [*((op.kind, op.name, op.inputs, op.output, op.call) for op in self.operations), self.results]
-        return [tuple(v if isinstance(v, plain) else type(v) for v in pytree.tree_leaves(tree)) for tree in trees]
-
-
 def refs_in(tree: Any) -> list[Ref]:
     """The `Ref`s of a tree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
@@ -103,144 +88,110 @@ def kind_of(module: torch.nn.Module) -> str | None:
     return FORWARDS.get(forward)
 
 
-def record(
-    net: torch.nn.Module, x: SparseTensor, wide: Iterable[str], seen: Callable[[int, torch.Tensor], None]
-) -> Recording:
-    """Run ``net`` on ``x`` and record it; layers named in ``wide`` are not looked into.
+class Recording:
+    """The operations of a network in their order, and what it returns, with `Ref`s; value 0 is the network's input.
 
-    ``seen`` is called with the number and the features of every value.
+    Layers named in ``wide`` are not looked into. ``like`` is a scene of the rank, channels, dtype and device at hand.
     """
-    recorder = _Recorder(net, set(wide), seen)
-    with ExitStack() as stack:
-        for name, module in net.named_modules():
-            recorder.watch(name, module, stack)
-        recorder.new(x)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(recorder)
-        said = "the network returns", "that no layer of it is seen to make"
-        recorder.recording.results = recorder.referred(net(x), said)
-    return recorder.recording
 
-
-class _Recorder(TorchFunctionMode):
-    def __init__(self, net: torch.nn.Module, wide: set[str], seen: Callable[[int, torch.Tensor], None]) -> None:
-        super().__init__()
+    def __init__(self, net: torch.nn.Module, like: SparseTensor, wide: Iterable[str]) -> None:
+        self.wide = set(wide) - {""}
+        kinds = (like.grid, like.channels, like.dtype, like.features.device)
+        try:
+            trace, returned, _ = recorded(
+                net, *kinds, lambda name, layer: name in self.wide or kind_of(layer) is not None, "quantized"
+            )
+        except ValueError as error:
+            raise ValueError(f"{error}. Or make a module of it and name that in keep") from error
+        self.steps, self._sizes = trace.steps, [getattr(value, "shape", None) for value in trace.values]
         self.constants = {id(tensor) for tensor in (*net.parameters(), *net.buffers())}
-        self.recording, self.wide, self.seen = Recording(values=0), wide, seen
-        self.numbers: dict[int, int] = {}  # by the identity of a tensor of features
-        self.grids: dict[int, int] = {}  # a value on each grid
-        self.places: dict[int, VoxelGrid] = {}  # the grid of each value
-        self.held: list[Any] = []  # so that no identity is given twice
-        self.depth, self.path = 0, [""]
+        self.operations: list[Operation] = []
+        self.numbers = {1: 0}  # values by the steps that make them
+        self.on_grid = {0: 0}  # a value on each grid
+        for step in self.steps:
+            if not isinstance(step, SILENT):
+                self._add(step)
+        leaves, layout = leaves_of(returned)
+        made = [leaf if number_of_leaf(leaf) is None else self._ref(leaf) for leaf in leaves]
+        self.results = pytree.tree_unflatten(made, layout)
 
-    # ---- values
+    def _ref(self, leaf: Any) -> Ref:
+        number: Any = number_of_leaf(leaf)
+        if number not in self.numbers:
+            raise ValueError("the network returns a tensor that no layer of it is seen to make")
+        return Ref(self.numbers[number], isinstance(leaf, SparseTensor))
 
-    def new(self, x: Any, like: int = -1) -> int:
-        """The number of a value that was just made; a plain tensor lies on the voxels of the value ``like``."""
-        features = x.features if isinstance(x, SparseTensor) else x
-        number = self.numbers[id(features)] = self.recording.values
-        self.recording.values += 1
-        self.held.append(features)
-        if isinstance(x, SparseTensor):
-            self.grids.setdefault(id(x.grid), number)
-            self.held.append(x.grid)
-        place = x.grid if isinstance(x, SparseTensor) else self.places.get(like)
-        if place is not None and len(place) == len(features):
-            self.places[number] = place
-        self.depth += 1  # what it calls is none of the network's
-        self.seen(number, features)
-        self.depth -= 1
-        return number
+    def run(self, x: SparseTensor, seen: Callable[[int, torch.Tensor], None]) -> None:
+        """Run the network on a scene; ``seen`` is called with the number and the features of every value."""
+        values: dict[int, Any] = {0: x.grid, 1: x.features}
+        for step in self.steps:
+            if step.number not in values:
+                values[step.number] = step.value(values)
+            if step.number in self.numbers and isinstance(values[step.number], torch.Tensor):
+                seen(self.numbers[step.number], values[step.number])
 
-    def number(self, x: Any) -> int | None:
-        features = x.features if isinstance(x, SparseTensor) else x
-        found = self.numbers.get(id(features)) if isinstance(features, torch.Tensor) else None
-        if found is not None and isinstance(x, SparseTensor):
-            place = self.places.get(found)
-            if place is not x.grid and (place is None or not torch.equal(place.coords, x.grid.coords)):
-                raise ValueError("features are put on other voxels than their own: do it in a module that keep names")
-        return found
-
-    def referred(self, tree: Any, said: tuple[str, str], constants: Collection[int] = ()) -> Any:
-        """A tree with `Ref`s in the place of known tensors. Raises ValueError for others of a scene, named between what
-        is ``said``."""
-
-        def of(leaf: Any) -> Any:
-            number = self.number(leaf)
-            if number is None and isinstance(leaf, OF_A_SCENE) and id(leaf) not in constants:
-                raise ValueError(f"{said[0]} a {type(leaf).__name__} {said[1]}")
-            return leaf if number is None else Ref(number, isinstance(leaf, SparseTensor))
-
-        return pytree.tree_map(of, tree, is_leaf=lambda leaf: isinstance(leaf, SparseTensor))
-
-    # ---- layers
-
-    def watch(self, name: str, module: torch.nn.Module, stack: ExitStack) -> None:
-        """Record a layer when it runs, or keep the path to what runs within."""
-        kind = "wide" if name in self.wide and name else kind_of(module)
-
-        def before(module: Any, args: Any, kwargs: Any) -> None:
-            self.path.append(name)
-            self.depth += kind is not None
-
-        def after(module: Any, args: Any, kwargs: Any, result: Any) -> None:
-            self.path.pop()
-            self.depth -= kind is not None
-            if kind is not None and not self.depth:
-                self.layer(kind, name, module, args, kwargs, result)
-
-        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-
-    def layer(self, kind: str, name: str, module: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        if not isinstance(result, (torch.Tensor, SparseTensor)):
-            raise ValueError(f"{name} returns {type(result).__name__}; recorded layers return one tensor")
-        if kind == "wide":
-            words = "of the scene that no layer is seen to make: pass sparse tensors, or keep what makes it"
-            tree = self.referred((args, kwargs), (f"{name} is called with", words), self.constants)
-            self.add(kind, name, tuple(ref.value for ref in refs_in(tree)), result, module, call=tree)
+    def _add(self, step: program.Step) -> None:
+        layer: Any = self.steps[step.of] if isinstance(step, program.LayerRows) else None
+        inputs = tuple(self.numbers[n] for n in step.uses if n in self.numbers)
+        if layer is None and step.dtype is not None and not step.dtype.is_floating_point:
             return
-        given = {**dict(zip(("input", "onto" if len(args) > 1 else ""), args)), **kwargs}
+        output = self.numbers[step.number] = len(self.numbers)
+        if layer is not None and layer.module in self.wide:
+            call = self._call(layer)
+            inputs = tuple(ref.value for ref in refs_in(call))
+            made = Operation("wide", layer.module, inputs, output, layer.layer, call=call)
+        elif layer is not None:
+            made = self._layer(layer, output)
+        else:
+            function: Any = getattr(step, "function", type(step))
+            kind, slope = self._kind(step) if isinstance(step, program.Call) else ("unknown", 0.0)
+            made = Operation(kind, f"{step.module}:{function.__name__}", inputs, output, slope=slope)
+        self.operations.append(made)
+        if step.place is not None:
+            self.on_grid.setdefault(step.place, output)
+
+    def _layer(self, step: Any, output: int) -> Operation:
+        name = step.module
+        given = {**dict(zip(("input", "onto" if len(step.args) > 1 else ""), step.args)), **step.kwargs}
         x = given.pop("input", given.pop("x", None))
-        number = self.number(x)
-        if number is None:
+        if not isinstance(x, program.Ref) or x.number not in self.numbers:
             raise ValueError(f"{name} takes a tensor that no layer is seen to make: keep the module that makes it wide")
         where = {}
         for key, value in given.items():
             if value is None:
                 continue
-            grid = value.grid if isinstance(value, SparseTensor) else value
-            if key not in ("onto", "target") or not isinstance(grid, VoxelGrid) or id(grid) not in self.grids:
+            grid = getattr(value, "grid", getattr(value, "number", None))
+            if key not in ("onto", "target") or grid not in self.on_grid:
                 raise ValueError(f"{name} is called with {key}={type(value).__name__}, which no layer is seen to make")
-            where[key] = self.grids[id(grid)]
-        self.add(kind, name, (number,), result, module, where=where)
+            where[key] = self.on_grid[grid]
+        return Operation(kind_of(step.layer) or "", name, (self.numbers[x.number],), output, step.layer, where=where)
 
-    def add(self, kind: str, name: str, inputs: tuple[int, ...], result: Any, module: Any = None, **more: Any) -> None:
-        output = self.new(result, *inputs[:1])
-        self.recording.operations.append(Operation(kind, name, inputs, output, module, **more))
+    def _call(self, layer: Any) -> Any:
+        """The arguments of a layer with `Ref`s to values; a ValueError where they hold something else of a scene."""
 
-    # ---- functions
+        def of(leaf: Any) -> Any:
+            if isinstance(leaf, program.Ref) and leaf.number in self.numbers:
+                return Ref(self.numbers[leaf.number], isinstance(leaf, program.SparseRef))
+            if isinstance(leaf, program.Ref) or (isinstance(leaf, OF_A_SCENE) and id(leaf) not in self.constants):
+                is_grid = isinstance(leaf, program.Ref) and isinstance(self.steps[leaf.number], program.GridStep)
+                kind = "VoxelGrid" if is_grid else "Tensor" if isinstance(leaf, program.Ref) else type(leaf).__name__
+                raise ValueError(
+                    f"{layer.module} is called with a {kind} of the scene that no layer is seen to make: pass sparse "
+                    "tensors, or keep what makes it"
+                )
+            return leaf
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self.depth or not (isinstance(result, (torch.Tensor, SparseTensor)) or func is torch.Tensor.__setitem__):
-            return result
-        made = args[0] if result is None else result  # an assignment to rows changes what it is given
-        given = [*args, *kwargs.values()]
-        flat = [part for value in given for part in (value if isinstance(value, (list, tuple)) else (value,))]
-        inputs = tuple(number for number in (self.number(part) for part in flat) if number is not None)
-        if inputs and made.dtype.is_floating_point:
-            kind, slope = self._kind(func, args, kwargs, flat, len(inputs))
-            self.add(kind, f"{self.path[-1]}:{func.__name__}", inputs, made, slope=slope)
-        return result
+        return pytree.tree_map(of, (layer.args, layer.kwargs))
 
-    def _kind(self, func: Any, args: tuple, kwargs: dict, flat: list[Any], inputs: int) -> tuple[str, float]:
-        kind = FUNCTIONS.get(getattr(func, "__name__", ""), "unknown")
-        slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01) if "leaky" in func.__name__ else 0.0
-        if kind == "add" and (inputs != 2 or kwargs.get("alpha", 1) != 1 or flat[0].shape != flat[1].shape):
+    def _kind(self, step: program.Call) -> tuple[str, float]:
+        name, args, kwargs = step.function.__name__, step.args, step.kwargs
+        kind = FUNCTIONS.get(name, "unknown")
+        slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01) if "leaky" in name else 0.0
+        refs = program.parts_of((args, kwargs), program.Ref)
+        sizes = {self._sizes[ref.number] for ref in refs}
+        if kind == "add" and (len(refs) != 2 or kwargs.get("alpha", 1) != 1 or len(sizes) > 1):
             kind = "unknown"
         parts, dim = kwargs.get("tensors", args[0] if args else ()), args[1] if len(args) > 1 else 0
-        if kind == "cat" and (inputs != len(parts) or kwargs.get("dim", kwargs.get("axis", dim)) not in (1, -1)):
+        if kind == "cat" and (len(refs) != len(parts) or kwargs.get("dim", kwargs.get("axis", dim)) not in (1, -1)):
             kind = "unknown"
         return kind, float(slope)

@@ -14,8 +14,8 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.run import Run
-from sparseconv.streaming.steps import Call, OverEdges, Step, casting, modes_now, parts_of
 from sparseconv.streaming.work import Own, Work
+from sparseconv.trace.program import Call, OverEdges, Step, casting, modes_now, parts_of
 
 Gradients = list[torch.Tensor | None]
 #: what a gradient is of: ("rows", step, 0) of rows on the scene's voxels, ("pieces", step, block) of those that a phase

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.boxes import FAR, union, within
 from sparseconv.streaming.cells import Histogram, Tree, cells_of, halve, inside, shifts_for, side, trimmed, voxels_of
 from sparseconv.streaming.device.ordering import OnCard, OnHost
 from sparseconv.streaming.device.pipeline import Direct, pipeline_of, to_device
 from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.store import Store
+from sparseconv.trace.boxes import FAR, union, within
 
 #: cells of the histogram by which boxes are cut
 CELLS = 2**18

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sparseconv.streaming.steps import Coords, GridStep, InputRows, OverEdges, PlanStep, Step, SubsetGrid, TargetGrid
-from sparseconv.streaming.totals import BatchStatistics, Total
+from sparseconv.trace.program import Coords, GridStep, InputRows, OverEdges, PlanStep, Step, SubsetGrid, TargetGrid
+from sparseconv.trace.totals import BatchStatistics, Total
 
 #: the steps of the scene's own voxels and features
 GRID, FEATURES = 0, 1

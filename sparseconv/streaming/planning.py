@@ -14,11 +14,11 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks
-from sparseconv.streaming.boxes import scaled, union, within
 from sparseconv.streaming.phases import GRID, Phase, Program
 from sparseconv.streaming.scene import Scene
-from sparseconv.streaming.steps import GridStep, OverEdges, PlanStep, TargetGrid, Wants
 from sparseconv.streaming.work import EDGE_BYTES, VOXEL_BYTES, Values, Work, clipped, wanted
+from sparseconv.trace.boxes import scaled, union, within
+from sparseconv.trace.program import GridStep, OverEdges, PlanStep, TargetGrid, Wants
 
 #: of the budget, what blocks are planned to take
 PLANNED = 0.9

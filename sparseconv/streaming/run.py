@@ -13,7 +13,6 @@ from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.digests import digest
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves, piece_of
-from sparseconv.streaming.boxes import meets
 from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.device.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
@@ -34,8 +33,9 @@ from sparseconv.streaming.planning import (
 from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.scene import lexicographic
 from sparseconv.streaming.store import OwnRows, Store
-from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Inputs, Job, Own, Result, TooLarge, Values, Work, clipped, own_box, wanted
+from sparseconv.trace.boxes import meets
+from sparseconv.trace.totals import BatchStatistics, Total
 
 #: pieces of the smallest blocks that make up one as large as the budget is thought to hold, at least
 FINE = 4

@@ -22,13 +22,13 @@ from sparseconv.streaming.blocks import piece_of
 from sparseconv.streaming.phases import GRID, Program
 from sparseconv.streaming.planning import PIECE
 from sparseconv.streaming.ranks import Ranks
-from sparseconv.streaming.recording.sample import leaves_of, number_of_leaf, recorded
 from sparseconv.streaming.run import Run
 from sparseconv.streaming.scene import Scene, as_rows
 from sparseconv.streaming.store import Part, Store
 from sparseconv.streaming.work import Job, Result
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
+from sparseconv.trace.samples import leaves_of, number_of_leaf, recorded
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -12,10 +12,10 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.boxes import FAR, scaled, within
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.scene import Scene
-from sparseconv.streaming.steps import GridStep, OverEdges, PlanStep, SubsetGrid, Wants
+from sparseconv.trace.boxes import FAR, scaled, within
+from sparseconv.trace.program import GridStep, OverEdges, PlanStep, SubsetGrid, Wants
 
 #: bytes that an edge, a tap of an output, and a voxel of a grid take, while a map is built and while it is used
 EDGE_BYTES, TAP_BYTES, VOXEL_BYTES = 40, 0, 160

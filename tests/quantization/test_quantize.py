@@ -344,15 +344,13 @@ def _mirrored(y: sc.SparseTensor) -> sc.SparseTensor:
 @pytest.mark.parametrize("between", [_zeroed, _capped, _filled])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_an_assignment_to_rows_is_seen(between, dtype):
-    with pytest.raises(ValueError, match=r"make modules of them(.|\n)*__setitem__ has no integer form"):
+    with pytest.raises(ValueError, match=r"__setitem__ is called on rows.*name that in keep"):
         sc.quantize(_Twice(between).eval(), [scene()], dtype=dtype)
 
 
 def test_features_that_move_to_other_voxels_are_refused():
-    with pytest.raises(ValueError, match="put on other voxels than their own"):
+    with pytest.raises(ValueError, match="_Twice cannot be quantized"):
         sc.quantize(_Twice(_mirrored).eval(), [scene()])
-    again = _Twice(lambda y: sc.SparseTensor(sc.VoxelGrid(y.grid.coords.clone(), 1), y.features)).eval()
-    assert sc.quantize(again, [scene()])(scene(1)).features.shape == (len(scene(1).grid), 8)
 
 
 @pytest.mark.parametrize(
@@ -413,11 +411,11 @@ class _Returning(nn.SparseModule):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("grid", "returns a VoxelGrid that no layer"),
-        ("count", "another way"),
-        ("share", "another way"),
+        ("grid", "it returns a .*Grid that may depend on the voxels"),
+        ("count", "it returns an int that may depend on the voxels"),
+        ("share", "what it does depends on the number of voxels"),
         ("onto a grid", "back is called with a VoxelGrid of the scene"),
-        ("mask", "mask is called with a Tensor of the scene"),
+        ("mask", "what it does depends on the number of voxels"),
     ],
 )
 def test_nothing_of_a_calibration_scene_stays(what, words):

@@ -13,11 +13,11 @@ import sparseconv as sc
 from sparseconv import nn
 from sparseconv.streaming import cells, run
 from sparseconv.streaming.blocks import Blocks
-from sparseconv.streaming.boxes import within
 from sparseconv.streaming.device.ordering import grouped
 from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.device.pipeline import place
 from sparseconv.streaming.store import Store
+from sparseconv.trace.boxes import within
 
 
 def shell(side: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.streaming.boxes import within
+from sparseconv.trace.boxes import within
 from tests.streaming.scenes import NETWORKS, forced, same, scene
 from tests.trees import that_look_into_sparse_tensors
 
@@ -137,9 +137,9 @@ def test_progress_counts_blocks(monkeypatch):
 
 def test_no_value_beyond_its_box_is_used(monkeypatch):
     """Rows that are not right are poisoned as soon as they are made: no result may be NaN."""
-    from sparseconv.streaming.boxes import within
-    from sparseconv.streaming.steps import InputRows, Step
     from sparseconv.streaming.work import Values, Work
+    from sparseconv.trace.boxes import within
+    from sparseconv.trace.program import InputRows, Step
 
     class Poisoned(Values):
         def __setitem__(self, number, value):

@@ -9,7 +9,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.streaming.totals import BatchStatistics
+from sparseconv.trace.totals import BatchStatistics
 from tests.elsewhere import Elsewhere
 from tests.streaming.scenes import Squeeze, forced, scene
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from sparseconv.streaming.device.ordering import on_host
-from sparseconv.streaming.steps import mapped
+from sparseconv.trace.program import mapped
 
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
@@ -11,27 +11,34 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import described
-from sparseconv.streaming.recording.record import Recorded, Recording
-from sparseconv.streaming.recording.watched import WatchedGrid
-from sparseconv.streaming.steps import Call, InputGrid, InputRows, OverEdges, Step
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
+from sparseconv.trace.program import Call, InputGrid, InputRows, Layer, OverEdges, Step
+from sparseconv.trace.record import Layers, Recorded, Recording
+from sparseconv.trace.watched import WatchedGrid
 
 #: edges of the two samples' cubes of voxels
 EDGES = (4, 5)
 
 
 def recorded(
-    net: Callable[..., Any], like: VoxelGrid, channels: int, dtype: torch.dtype, device: torch.device
+    net: torch.nn.Module,
+    like: VoxelGrid,
+    channels: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: Layers | None = None,
+    purpose: str = "streamed",
 ) -> tuple[Recording, Any, list[tuple[torch.Tensor, torch.Tensor]]]:
     """The steps of ``net``, what it returned on the sample, and buffers that it counts in, with what they are then.
 
-    Raises ValueError where it does something to rows that a block cannot know, named with its place.
+    Modules for which ``layers`` holds are one step each. Raises ValueError where the network does something that rows
+    alone do not decide, named with its place; ``purpose`` is what it then cannot be.
     """
     pairs = []
     for edge in EDGES:
         with unchanged(net) as counted:
-            pairs.append(_run(net, like, channels, dtype, device, edge))
+            pairs.append(_run(Recording(net, layers, purpose), net, like, channels, dtype, device, edge))
     first, second = pairs
     _compare(first[0], second[0])
     _compare_results(first, second)
@@ -55,7 +62,13 @@ def unchanged(net: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 def _run(
-    net: Any, like: VoxelGrid, channels: int, dtype: torch.dtype, device: torch.device, edge: int
+    recording: Recording,
+    net: Any,
+    like: VoxelGrid,
+    channels: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    edge: int,
 ) -> tuple[Recording, Any]:
     space = torch.cartesian_prod(*(torch.arange(edge) for _ in range(like.rank))).view(-1, like.rank)
     coords = torch.nn.functional.pad(space, (1, 0)).int().to(device)
@@ -63,11 +76,11 @@ def _run(
     features = torch.randn(len(coords), channels, generator=generator).to(device, dtype)
     real = VoxelGrid(coords, like.batch_size, like.voxel_size, like.origin)
     real.is_placed = like.is_placed
-    recording = Recording(net)
     grid = WatchedGrid.of(recording, recording.add(InputGrid(scale=(Fraction(1),) * real.rank), real))
     x = SparseTensor(grid, recording.rows(InputRows(place=grid.number), features))
     try:
-        return recording, net(x)
+        with recording.watching(net):
+            return recording, net(x)
     finally:
         recording.ended()
 
@@ -89,11 +102,12 @@ def _compare(a: Recording, b: Recording) -> None:
     for one, other in zip(a.steps, b.steps):
         if not _alike(one, other):
             raise ValueError(
-                f"{one.where} cannot be streamed: what it does depends on the number of voxels, or uses something made "
-                "of rows in a way that is not seen: use modules of sparseconv.nn and torch's functions of rows"
+                f"{one.where} cannot be {a.purpose}: what it does depends on the number of voxels, or uses "
+                "something made of rows in a way that is not seen: use modules of sparseconv.nn and torch's functions "
+                "of rows"
             )
     if len(a.steps) != len(b.steps):
-        raise ValueError("this network cannot be streamed: it does more or less for another number of voxels")
+        raise ValueError(f"this network cannot be {a.purpose}: it does more or less for another number of voxels")
 
 
 def _compare_results(a: tuple[Recording, Any], b: tuple[Recording, Any]) -> None:
@@ -123,7 +137,7 @@ def _alike(a: Step, b: Step) -> bool:
         return False
     if isinstance(a, InputRows):
         return True
-    if isinstance(a, (Call, OverEdges)) and isinstance(b, (Call, OverEdges)):
+    if isinstance(a, (Call, OverEdges, Layer)) and isinstance(b, (Call, OverEdges, Layer)):
         return _equal((a.args, a.kwargs), (b.args, b.kwargs))
     return a.uses == b.uses
 

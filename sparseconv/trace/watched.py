@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, per_axis
 from sparseconv.geometry.window import Window
 from sparseconv.plan.arguments import checked_window
-from sparseconv.streaming.recording.record import Recorded, Recording, referring
-from sparseconv.streaming.steps import (
+from sparseconv.trace.boxes import Scale
+from sparseconv.trace.program import (
     Call,
     Coords,
     GridStep,
@@ -23,10 +24,19 @@ from sparseconv.streaming.steps import (
     Ref,
     SubsetGrid,
     TargetGrid,
-    boundary_is_local,
-    scale_after,
 )
-from sparseconv.streaming.totals import Dense, ItemStatistics, PooledItems, standardised_rows
+from sparseconv.trace.record import Recorded, Recording, referring
+from sparseconv.trace.totals import Dense, ItemStatistics, PooledItems, standardised_rows
+
+
+def boundary_is_local(boundary: Boundary) -> bool:
+    """Whether a block knows by itself what lies outside of the scene."""
+    return boundary.kind == "absent" or (boundary.kind == "forbid" and boundary.extent is not None)
+
+
+def scale_after(scale: Scale, window: Window, is_transposed: bool) -> Scale:
+    """The scale of the grid that a plan reaches."""
+    return tuple(f / s if is_transposed else f * s for f, s in zip(scale, map(Fraction, window.stride)))
 
 
 class WatchedGrid(VoxelGrid):
@@ -44,7 +54,7 @@ class WatchedGrid(VoxelGrid):
         grid.recording, grid.number = recording, number
         grid.batch_size, grid.voxel_size, grid.origin = real.batch_size, real.voxel_size, real.origin
         grid.is_placed, grid.derived, grid._rows = real.is_placed, {}, None
-        recording.derived.append(grid.derived)
+        recording.grids[number] = grid
         return grid
 
     @property
@@ -282,3 +292,4 @@ class WatchedPlan:
 
 
 WatchedGrid.plan_type = WatchedPlan
+Recording.grid_type = WatchedGrid

@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange, per_axis
-from sparseconv.streaming.steps import Step
+from sparseconv.trace.program import Step
 
 #: what a block has found, to be joined with what the others have
 Part = tuple[torch.Tensor, ...]

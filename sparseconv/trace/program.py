@@ -1,23 +1,23 @@
-"""What a network does to a scene, step by step: what each step needs to be right in a box, and how it is run."""
+"""What a network does to a scene, step by step: how each step is run, and what it needs to be right in a box."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.window import Window
 from sparseconv.ops import pooling
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
-from sparseconv.streaming.boxes import Scale, seen, union
+from sparseconv.tensor import SparseTensor
+from sparseconv.trace.boxes import Scale, seen, union
 
 Box = IndexRange
 Kind = TypeVar("Kind")
@@ -77,7 +77,8 @@ class Step:
     """
 
     number: int = -1
-    where: str = ""
+    where: str = ""  # the module that was running, in words
+    module: str = ""  # and by its name in the network
     place: int | None = None
     channels: tuple[int, ...] = ()  # sizes of a row
     dtype: torch.dtype | None = None
@@ -239,7 +240,7 @@ class Ref:
     number: int
 
 
-def mapped(given: Any, kind: type[Kind], change: Callable[[Kind], Any]) -> Any:
+def mapped(given: Any, kind: type[Kind] | tuple[type[Any], ...], change: Callable[[Any], Any]) -> Any:
     """Lists, tuples and dicts of arguments with something else in the place of those of a kind."""
     if isinstance(given, kind):
         return change(given)
@@ -258,14 +259,29 @@ def parts_of(given: Any, kind: type[Kind]) -> list[Kind]:
     return found
 
 
+@dataclass(frozen=True)
+class SparseRef(Ref):
+    """A sparse tensor among the arguments of a layer: rows ``number`` on the grid ``grid``."""
+
+    grid: int
+
+
 def filled(given: Any, values: Any) -> Any:
     """Arguments with values in the place of their references."""
-    return mapped(given, Ref, lambda ref: values[ref.number])
+
+    def value(ref: Ref) -> Any:
+        made = values[ref.number]
+        return SparseTensor(values[ref.grid], made) if isinstance(ref, SparseRef) else made
+
+    return mapped(given, Ref, value)
 
 
 def references(given: Any) -> tuple[int, ...]:
     """The steps that arguments refer to, each once."""
-    return tuple(dict.fromkeys(ref.number for ref in parts_of(given, Ref)))
+    found: list[int] = []
+    for ref in parts_of(given, Ref):
+        found += [ref.number, ref.grid] if isinstance(ref, SparseRef) else [ref.number]
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass(kw_only=True)
@@ -293,6 +309,46 @@ class Call(Step):
             args = (torch.nn.functional.pad(args[0], (0, 0, 0, few)), *args[1:])
         made = self.function(*args, **kwargs)
         return made[:-few] if few > 0 else made
+
+
+@dataclass(kw_only=True)
+class Layer(Step):
+    """A module that is called as a whole; its value is what it returns: a sparse tensor, or rows."""
+
+    layer: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return references((self.args, self.kwargs))
+
+    def run(self, values: Any) -> Any:
+        args, kwargs = filled((self.args, self.kwargs), values)
+        return self.layer(*args, **kwargs)
+
+
+@dataclass(kw_only=True)
+class LayerGrid(GridStep):
+    """The voxels that a layer's sparse tensor lies on, where no step before has them."""
+
+    of: int
+    reads = ("of",)
+
+    def run(self, values: Any) -> VoxelGrid:
+        return values[self.of].grid
+
+
+@dataclass(kw_only=True)
+class LayerRows(Step):
+    """The features that a layer returns."""
+
+    of: int
+    reads = ("of",)
+
+    def run(self, values: Any) -> torch.Tensor:
+        made = values[self.of]
+        return made.features if isinstance(made, SparseTensor) else made
 
 
 #: rows below which a BLAS sums a product of matrices in another order than above
@@ -357,13 +413,3 @@ class OverEdges(Step):
         if self.kind == "max_unpool":
             return pooling.max_unpool(x, args[0], plan)
         return pooling.avg_pool(x, plan, count_absent=self.kind == "average_of_taps")
-
-
-def boundary_is_local(boundary: Boundary) -> bool:
-    """Whether a block knows by itself what lies outside of the scene."""
-    return boundary.kind == "absent" or (boundary.kind == "forbid" and boundary.extent is not None)
-
-
-def scale_after(scale: Scale, window: Window, is_transposed: bool) -> Scale:
-    """The scale of the grid that a plan reaches."""
-    return tuple(f / s if is_transposed else f * s for f, s in zip(scale, map(Fraction, window.stride)))

@@ -1,52 +1,144 @@
-"""A network is run once on a few made-up voxels, and each thing that it does to rows is written down as a step."""
+"""A network runs once on a few made-up voxels, and each thing that it does to rows is recorded as a step."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from sparseconv.streaming.recording.understood import asks, is_product, plain_name, tells, why_not
-from sparseconv.streaming.steps import Call, Kept, Pick, Ref, Step, SubsetGrid, mapped, modes_now, parts_of
-from sparseconv.streaming.totals import BatchStatistics, normed_rows
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.tensor import SparseTensor
+from sparseconv.trace.program import (
+    Call,
+    GridStep,
+    Kept,
+    Layer,
+    LayerGrid,
+    LayerRows,
+    Pick,
+    Ref,
+    SparseRef,
+    Step,
+    SubsetGrid,
+    filled,
+    mapped,
+    modes_now,
+    parts_of,
+)
+from sparseconv.trace.row_wise import asks, is_product, plain_name, tells, why_not
+from sparseconv.trace.totals import BatchStatistics, normed_rows
+
+#: which modules are called as a whole, by name and module, and what is to be done with the network, in a word
+Layers = Callable[[str, torch.nn.Module], bool]
 
 
 class Recording:
-    """The steps of one run, and their values on the sample."""
+    """The steps of one run, and their values on the sample.
 
-    def __init__(self, net: torch.nn.Module) -> None:
+    Modules for which ``layers`` holds are one step each, whatever they do. ``purpose`` is the word in error messages:
+    the network cannot be "streamed".
+    """
+
+    grid_type: Any  # `watched.WatchedGrid`
+
+    def __init__(self, net: torch.nn.Module, layers: Layers | None = None, purpose: str = "streamed") -> None:
         self.steps: list[Step] = []
         self.values: list[Any] = []
-        #: plans that were made on each watched grid: they hold that grid
-        self.derived: list[dict[Any, Any]] = []
         #: those around the network
         self.modes = modes_now()
         #: steps whose values a network has written over since
         self.stale: set[int] = set()
+        #: what stands for each grid, by its step
+        self.grids: dict[int, Any] = {}
+        self.purpose, self._layers = purpose, layers
         self._names = {id(module): name for name, module in net.named_modules()}
         self._net = type(net).__name__
+        self._within = 0  # layers that are running, one in another
 
     def ended(self) -> None:
         """Let go of what is in a circle; no more is recorded."""
-        for plans in self.derived:
-            plans.clear()
+        for grid in self.grids.values():
+            grid.derived.clear()  # plans, which hold that grid
+        self.grids.clear()
 
-    def place(self) -> str:
-        """The module that is running, by its name in the network."""
+    def place(self) -> tuple[str, str]:
+        """The module that is running, by its name in the network, and in words."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
             name = self._names.get(id(owner))
+            if name:
+                return name, f"{name} ({type(owner).__name__})"
             if name is not None:
-                return f"{name} ({type(owner).__name__})" if name else self._net
+                break
             frame = frame.f_back
-        return self._net
+        return "", self._net
 
     def refuse(self, what: str, instead: str) -> None:
         """Raise ValueError, in words that name the place."""
-        raise ValueError(f"{self.place()} cannot be streamed: {what}: {instead}")
+        raise ValueError(f"{self.place()[1]} cannot be {self.purpose}: {what}: {instead}")
+
+    # ---- layers that are called as a whole
+
+    @contextmanager
+    def watching(self, net: Any) -> Iterator[None]:
+        """While the network runs, its layers are recorded as what they are."""
+        with ExitStack() as stack:
+            for name, module in net.named_modules() if self._layers is not None else ():
+                if self._layers is not None and self._layers(name, module):
+                    stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
+            yield
+
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> Any:
+        self._within += 1
+        if self._within > 1:
+            return None
+        self._given = mapped((args, kwargs), (SparseTensor, VoxelGrid, Recorded), self._referred)
+        return filled(self._given, self.values)
+
+    def _referred(self, one: Any) -> Any:
+        """A reference in the place of what is made of rows, or of its grid."""
+        if isinstance(one, Recorded):
+            return Ref(one.number)
+        if isinstance(one, self.grid_type):
+            return Ref(one.number)
+        if isinstance(one, VoxelGrid):
+            return one
+        if not isinstance(one.features, Recorded) or not one.grid.is_watched:
+            return one
+        if self.steps[one.features.number].place != one.grid.number:
+            self.refuse("features are put on other voxels than their own", "make them there by a layer")
+        return SparseRef(one.features.number, one.grid.number)
+
+    def _leave(self, module: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        self._within -= 1
+        if self._within:
+            return None
+        if not isinstance(result, (torch.Tensor, SparseTensor)):
+            raise ValueError(
+                f"{self._names[id(module)]} returns {type(result).__name__}; a layer that is recorded as a whole "
+                "returns one tensor"
+            )
+        given, more = self._given
+        layer = self.add(Layer(layer=module, args=given, kwargs=more), result)
+        self.steps[layer].module = self._names[id(module)]
+        if not isinstance(result, SparseTensor):
+            near = [self.steps[ref.number].place for ref in parts_of(self._given, Ref)]
+            place = next((p for p in near if p is not None and self.values[p].num_voxels == len(result)), None)
+            return self.rows(LayerRows(of=layer, place=place))
+        known = [n for n, step in enumerate(self.steps) if isinstance(step, GridStep) and self.values[n] is result.grid]
+        at = known[0] if known else self.add(LayerGrid(of=layer))
+        return SparseTensor(self.grid(at), self.rows(LayerRows(of=layer, place=at)))
+
+    def grid(self, number: int) -> Any:
+        """What stands for the grid of a step while the network runs."""
+        if number not in self.grids:
+            self.grid_type.of(self, number)
+        return self.grids[number]
 
     def refuse_stale(self) -> None:
         """Raise ValueError, in words that name the place."""
@@ -71,14 +163,14 @@ class Recording:
 
     def add(self, step: Step, *value: Any) -> int:
         """Write a step down and run it on the sample; its number."""
-        step.number, step.where = len(self.steps), self.place()
+        step.number, (step.module, step.where) = len(self.steps), self.place()
         modes = modes_now()
         step.modes = None if modes == self.modes else modes
         if not self.stale.isdisjoint(step.uses):
             self.refuse_stale()
         with torch.no_grad():
             made = value[0] if value else step.run(self.values)
-        if isinstance(made, torch.Tensor):
+        if isinstance(made, torch.Tensor) and not isinstance(step, Layer):
             step.channels, step.dtype = tuple(made.shape[1:] if step.is_rows else made.shape), made.dtype
         self.steps.append(step)
         self.values.append(made)
@@ -117,7 +209,7 @@ class Recorded(torch.Tensor):
             plain = mapped(given, Recorded, lambda one: one.recording.values[one.number])
             return func(*plain[0], **plain[1])
         if tells(func, name):
-            first.recording.refuse(f"it reads the values of rows ({name})", "a streamed network must not look at them")
+            first.recording.refuse(f"it reads the values of rows ({name})", "a network must not look at them")
         return _called(first.recording, func, name, *given)
 
 
