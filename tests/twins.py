@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sparseconv.geometry.gpu.hash_table.table import CELL_BITS, LEAST_SHIFT
 from sparseconv.geometry.gpu.jobs.jobs import Jobs
+from sparseconv.geometry.gpu.order.morton_runs import CELL_BITS, LEAST_SHIFT
 from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT, LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 
 #: bits of a row's tap mask that one sort key holds

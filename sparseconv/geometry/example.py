@@ -51,17 +51,14 @@ class ExampleSizes(Generic[Grid]):
 def zeros_for(coords: torch.Tensor, sizes: ExampleSizes[Any]) -> torch.Tensor:
     """(BARRIERS + 4,) int32 zeros for a grid's barriers and, behind them, its fault flag.
 
-    Gates are left at zero, and the launch that fills a table of few rows begins by setting the flag back. So a graph's
+    Barriers are left at zero, and the launch that fills a table begins by setting the flag back. So a graph's
     can be zeros that lay with its example when the step was run before the capture; no two graphs have the same.
     """
     if coords.is_cuda:
-        from sparseconv.geometry.gpu.hash_table.table import FUSED_ROWS  # Triton is loaded where it is used
-
         kept = sizes.zeros
         if torch.cuda.is_current_stream_capturing():
-            if len(coords) <= FUSED_ROWS:
-                with suppress(IndexError):  # none lay there, or another thread's capture has the last
-                    return kept.pop()
+            with suppress(IndexError):  # none lay there, or another thread's capture has the last
+                return kept.pop()
         elif not kept:
             kept.extend(coords.new_zeros(CAPTURES, BARRIERS + 4))
     return coords.new_zeros(BARRIERS + 4)

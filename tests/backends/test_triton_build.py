@@ -38,18 +38,14 @@ def same(got: Schedule, want: Schedule) -> None:
 
 @pytest.mark.parametrize("groups", [None, ((0, 1, 2, 5), tuple(k for k in range(27) if k not in (0, 1, 2, 5)))])
 @pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize("at_last", [2, 3, 1024])
-def test_a_cube(
-    at_last: int, block_m: int, groups: tuple[tuple[int, ...], ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tile_building, "RANKED_AT_LAST", at_last)
+def test_a_cube(block_m: int, groups: tuple[tuple[int, ...], ...] | None) -> None:
     source = CUBE.source(seed=3, device=DEVICE)
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
     want = twin.build_schedule(neighbor_table(search), 27, block_m, groups=groups)
     got = tile_building.build_schedule(search, block_m, groups=groups)
     same(got, want)
-    same(tile_building.build_schedule(search, block_m, groups=groups), want)  # the ticket was given back
+    same(tile_building.build_schedule(search, block_m, groups=groups), want)
     if groups is None:  # where taps are all in one group, those of the reversed edges come with them
         listed = torch.arange(got.tile_taps.shape[1], device=DEVICE) < got.tile_counts[:, None]
         assert torch.equal(got.turned_taps[listed], 26 - got.tile_taps[listed])

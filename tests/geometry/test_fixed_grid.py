@@ -18,14 +18,12 @@ from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
 from sparseconv.backends.registry import BACKENDS, backend
 from sparseconv.geometry.edges import Window, fine_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
-from sparseconv.geometry.gpu.hash_table import table as hash_table
 from sparseconv.geometry.gpu.hash_table.table import lookup
 from sparseconv.geometry.gpu.pairs.found_edges import find_edges_on_gpu
 from sparseconv.geometry.gpu.scene import put_scene_on_gpu
 from sparseconv.geometry.gpu.tiles.build import schedule_on_gpu
 from sparseconv.geometry.gpu.tiles.schedule import ROW_BITS, Schedule
 from sparseconv.geometry.gpu.tiles.sortless import meets_once, one_tap_schedule
-from sparseconv.geometry.gpu.window import search as window_search
 from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.scene import fault_of, put_scene
@@ -169,21 +167,8 @@ def test_real_rows_meet_as_on_an_ordinary_grid(seed: int, rows: int, example: in
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
-@pytest.mark.parametrize(
-    ("kernel", "stride", "fused"),
-    [
-        (3, 1, True),
-        (2, 2, True),
-        pytest.param(3, 2, True, marks=pytest.mark.slow),
-        pytest.param(3, 1, False, marks=pytest.mark.slow),
-    ],
-)
-def test_maps_of_a_card_through_the_interpreter(
-    kernel: int, stride: int, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not fused:  # a launch for each pass, as for many rows
-        monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
-        monkeypatch.setattr(window_search, "FUSED_ROWS", 0)
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_maps_of_a_card_through_the_interpreter(kernel: int, stride: int) -> None:
     real, like, window = scene(60, 4, 3), VoxelGrid(scene(100, 4, 4), 2), Window.of(3, kernel, stride)
     grid = fixed(real, 150, like)
     want = ConvolutionPlan(VoxelGrid(real, 2), kernel, stride=stride).kernel_map

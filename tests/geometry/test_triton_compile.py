@@ -45,9 +45,6 @@ around = (3, shifts, places, False, 27, 3)
 by_key = (3, shifts, places, False, 0, 2)
 folded = (3, shifts, places, True, 0, 1)
 jobs = [
-    (table.CLEAR, (4, 4, 1024, 10)),
-    (table.INSERT, (4, shifts, True, 128)), (table.INFO, (4, shifts, 15, 4, 512)),
-    (table.PLACE, (4, 4, True, True, 0, 0, 256)), (table.PLACE, (4, 4, True, False, 15, 32, 256)),
     (table.LOOKUP, (4, shifts, 128)),
     (passes.AROUND, (4, shifts, 27, 32, 8)),
     (passes.MASKS, (*around, 1, True, 32, 512, 128, False)),

@@ -12,14 +12,12 @@ if not torch.cuda.is_available():
 
 from sparseconv import VoxelGrid
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
-from sparseconv.geometry.gpu.hash_table import table as hash_table
 from sparseconv.geometry.gpu.hash_table.table import build_table, decode_ranges, encode_ranges, lookup, read_table
 from sparseconv.geometry.gpu.order.row_keys import row_keys
 from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
 from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of, reverse_neighbors
 from sparseconv.geometry.gpu.reached import output_coords
 from sparseconv.geometry.gpu.reached.output_coords import reach
-from sparseconv.geometry.gpu.window import search as window_search
 from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
 from sparseconv.geometry.gpu.window.search import search_window
 from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
@@ -43,12 +41,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("layout", ["one launch", "several"])
 @pytest.mark.parametrize("case", EVERY_CASE)
-def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if layout == "several":  # a launch for each pass, as for many rows
-        monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
-        monkeypatch.setattr(window_search, "FUSED_ROWS", 0)
+def test_edges_are_those_of_brute_force(case: Case) -> None:
     source = case.source(device=DEVICE)
     target = case.target(source)
     stride = (case.stride,) * case.rank
@@ -184,8 +178,7 @@ def test_keys_order_rows_by_gray_code() -> None:
 
 
 @pytest.mark.parametrize(("rank", "spread", "batches"), [(3, 40, 1), (3, 300, 3), (2, 60, 1), (4, 30, 2), (1, 900, 5)])
-def test_runs_of_neighbours(rank: int, spread: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
+def test_runs_of_neighbours(rank: int, spread: int, batches: int) -> None:
     generator = torch.Generator().manual_seed(spread)
     coords = torch.randint(-spread, spread, (300, 1 + rank), generator=generator)
     coords[:, 0] %= batches
@@ -201,8 +194,7 @@ def test_runs_of_neighbours(rank: int, spread: int, batches: int, monkeypatch: p
     room = 31 - bits
     lost = max(0, taps - room)
     want = torch.where(plain == 2**31 - 1, 2**room - 1, plain >> lost) | (chunks.int() << room)
-    for _ in range(2):  # by zeros that the table keeps, then by others
-        assert torch.equal(row_keys(search, (tuple(range(taps)),), chunk_rows=64)[0].cpu(), want)
+    assert torch.equal(row_keys(search, (tuple(range(taps)),), chunk_rows=64)[0].cpu(), want)
 
 
 def test_runs_of_rows_where_rows_are_not_the_table_s() -> None:

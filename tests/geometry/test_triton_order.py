@@ -14,7 +14,6 @@ if not torch.cuda.is_available():
 
 from sparseconv.geometry.gpu.hash_table.table import build_table
 from sparseconv.geometry.gpu.order.row_order import row_order
-from sparseconv.geometry.gpu.window import search as window_search
 from sparseconv.geometry.gpu.window.found import ORDER
 from sparseconv.geometry.gpu.window.search import search_window
 from sparseconv.geometry.gpu.window.taps import encode_window
@@ -73,17 +72,6 @@ def test_tiles_past_those_that_a_thread_looks_at_together() -> None:
 def test_equal_keys_stay_in_order(value: int) -> None:
     keys = torch.full((5000,), value, dtype=torch.int32, device=DEVICE)
     assert order_of(keys, 31).tolist() == list(range(5000))
-
-
-def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_search, "FUSED_ROWS", 0)
-    case = CASES[3]
-    table = build_table(case.source(device=DEVICE))
-    search = search_window(table, table.coords, encode_window(case.offsets, (1,) * 3, None, table.coords.device))
-    order = row_order(search)
-    assert isinstance(order, torch.Tensor)
-    assert order.dtype == torch.int32
-    assert torch.equal(order.long(), torch.sort(search.keys, stable=True).indices)
 
 
 @pytest.mark.parametrize("n", [1, 3072, 5000])

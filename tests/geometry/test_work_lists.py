@@ -15,7 +15,6 @@ from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import work_of
 from sparseconv.backends.triton_implicit_gemm.config import weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
-from sparseconv.geometry.gpu.hash_table import table as hash_table
 from sparseconv.geometry.gpu.hash_table.table import build_table, lookup, read_table
 from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
 from sparseconv.geometry.gpu.pairs.pair_lists import half_pairs_of, pairs_of
@@ -131,11 +130,7 @@ def test_rows_that_occur_twice_are_found() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
-@pytest.mark.parametrize("fused_rows", [10, 1000], ids=["many", "few"])
-def test_the_launch_that_reads_given_rows_copies_them(
-    rank: int, fused_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hash_table, "FUSED_ROWS", fused_rows)
+def test_the_launch_that_reads_given_rows_copies_them(rank: int) -> None:
     cells = torch.randperm(7 ** (1 + rank), generator=torch.Generator().manual_seed(rank))[:45]
     coords = torch.stack([cells // 7**axis % 7 - 3 * (axis > 0) for axis in range(1 + rank)], 1).int()
     want = coords.unique(dim=0).to(DEVICE)
@@ -143,7 +138,7 @@ def test_the_launch_that_reads_given_rows_copies_them(
         copy = torch.full_like(want, 77)
         with counted() as (launches, _):
             table = build_table(given, copy=copy, reported=True)
-        assert launches.total() == (1 if fused_rows > len(want) else 4)
+        assert launches.total() == 1
         assert torch.equal(copy, want)
         assert table.coords is copy
         given.zero_()  # once all is launched, its owner may write to it

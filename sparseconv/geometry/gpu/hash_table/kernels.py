@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.hash_probe import (
-    cell_of,
-    cell_size,
     cells_of,
     count_blocks,
     find,
@@ -21,33 +19,6 @@ from sparseconv.geometry.gpu.hash_table.hash_probe import (
 )
 from sparseconv.gpu.cooperative import leave, wait_for_all
 from sparseconv.gpu.launcher import Launcher, follow
-
-
-@triton.jit
-def clear_kernel(
-    coords_ptr, copy_ptr, ranges_ptr, table_ptr, barriers_ptr, n, zeros, programs,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_BARRIERS: tl.constexpr,
-):  # fmt: skip
-    """Zeros and the copy, as `table_kernel` writes them, then ranges among the zeros, by the last program to be done.
-
-    Nobody waits: what they find they leave where programs of other launches meet, of which there are enough for five
-    columns. One half of them reads while the other writes.
-    """
-    follow()
-    tl.static_assert(2 * COLUMNS <= NUM_BARRIERS)
-    is_even = tl.program_id(0) % 2 == 0
-    if is_even:
-        write_zeros(table_ptr, zeros, programs, 4096)
-    top, bottom = spread_of(coords_ptr, copy_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
-    if not is_even:
-        write_zeros(table_ptr, zeros, programs, 4096)
-    raise_ranges(barriers_ptr, top, bottom, COLUMNS, WIDTH)
-    tl.debug_barrier()
-    if tl.atomic_add(barriers_ptr + NUM_BARRIERS, 1, sem="acq_rel") == programs - 1:
-        side = tl.arange(0, 2 * WIDTH)
-        spread = tl.atomic_xchg(barriers_ptr + side, side & 0, mask=side < 2 * COLUMNS, sem="relaxed")
-        tl.store(ranges_ptr + side, spread, mask=side < 2 * COLUMNS)
-        tl.store(barriers_ptr + NUM_BARRIERS, 0)
 
 
 @triton.jit
@@ -64,14 +35,7 @@ def write_zeros(table_ptr, zeros, programs, AT_ONCE: tl.constexpr):
 def measure_rows(
     coords_ptr, copy_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The ranges of every ``stride``-th run of BLOCK rows, this program's first, and a copy as by `spread_of`."""
-    top, bottom = spread_of(coords_ptr, copy_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
-    raise_ranges(ranges_ptr, top, bottom, COLUMNS, WIDTH)
-
-
-@triton.jit
-def spread_of(coords_ptr, copy_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """What `measure_rows` finds of each column; copies the rows where ``copy_ptr`` is another place."""
+    """The ranges of a program's runs of BLOCK rows, ``stride`` apart; copies them where ``copy_ptr`` is elsewhere."""
     is_copied = copy_ptr.to(tl.int64) != coords_ptr.to(tl.int64)
     column = tl.arange(0, WIDTH)
     tops = tl.zeros((BLOCK, WIDTH), tl.uint32)
@@ -86,42 +50,14 @@ def spread_of(coords_ptr, copy_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.
         biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
         tops = tl.maximum(tops, tl.where(live, biased, 0))
         bottoms = tl.maximum(bottoms, tl.where(live, ~biased, 0))
-    return tl.max(tops, 0), tl.max(bottoms, 0)
-
-
-@triton.jit
-def raise_ranges(ranges_ptr, top, bottom, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Let the ranges hold what was found, where they do not hold more: of many programs few have to."""
-    column = tl.arange(0, WIDTH)
+    top, bottom = tl.max(tops, 0), tl.max(bottoms, 0)
     live = column < COLUMNS
     ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
+    # of many programs few have to write
     highest = tl.load(ranges_ptr + 2 * column, mask=live, other=0, volatile=True)
     lowest = tl.load(ranges_ptr + 2 * column + 1, mask=live, other=0, volatile=True)
     tl.atomic_max(ranges_ptr + 2 * column, top, mask=live & (top > highest), sem="relaxed")
     tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=live & (bottom > lowest), sem="relaxed")
-
-
-@triton.jit
-def insert_kernel(
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, keys_ptr, slots_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n,
-    capacity,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Put the rows' cells into the table, and number their blocks; entries[row] = 64 slot + bit.
-
-    Numbers follow the rows, about: blocks around rows that lie side by side do so too. The upper half of the first
-    word of the status counts them. CHECKED: bit 0 of the fault is set where not just the first ``count`` rows have a
-    batch item.
-    """
-    follow()
-    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    lows, extents, counts = spans_of(ranges_ptr, COLUMNS, SHIFTS)
-    wrong = insert_rows(
-        tl.program_id(0) * BLOCK, coords_ptr, table_ptr, ids_ptr, keys_ptr, slots_ptr, entries_ptr, status_ptr,
-        count_ptr, n, capacity, volume, lows, extents, counts, COLUMNS, SHIFTS, CHECKED, BLOCK,
-    )  # fmt: skip
-    if CHECKED:
-        report_wrong(fault_ptr, wrong)
 
 
 @triton.jit
@@ -130,7 +66,12 @@ def insert_rows(
     volume, lows, extents, counts,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`insert_kernel` for the rows from ``first`` on; returns which of them are wrong, where that is CHECKED."""
+    """Put rows' cells from ``first`` on into the table, and number their blocks; entries[row] = 64 slot + bit.
+
+    Numbers follow the rows, about: blocks around rows that lie side by side do so too. The upper half of the first
+    word of the status counts them. Returns which rows are wrong where that is CHECKED: those of the first ``count``
+    without a batch item, and others with one.
+    """
     row = first + tl.arange(0, BLOCK)
     live = row < n
     fits = row < tl.where(volume < 0x4000000000000000, n, 0)
@@ -163,29 +104,8 @@ def report_wrong(fault_ptr, wrong):
 
 
 @triton.jit
-def info_kernel(
-    table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, counts_ptr, programs,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Give each block as many places in the list of rows as it has cells, which the status counts below its blocks.
-
-    CELL_BITS: they are counted by the coarse cells of `morton_runs`, too, and each block learns its own.
-    """
-    follow()
-    give_places(
-        table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, counts_ptr, programs,
-        COLUMNS, SHIFTS, CELL_BITS, LEAST, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def give_places(
-    table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, counts_ptr, programs,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`info_kernel` for every ``programs``-th run of BLOCK blocks."""
-    if CELL_BITS > 0:
-        shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
+def give_places(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK: tl.constexpr):
+    """Give this program's blocks as many places in the list of rows as they have cells, counted below the blocks."""
     num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
         block = first + tl.arange(0, BLOCK)
@@ -193,10 +113,6 @@ def give_places(
         slot = tl.load(slots_ptr + block, mask=live, other=0)
         word = tl.load(table_ptr + 2 * slot + 1, mask=live, other=0)
         cells = popcount(word).to(tl.int64)
-        if CELL_BITS > 0:
-            cell = cell_of(keys_ptr, block, live, ranges_ptr, shift, above, COLUMNS, SHIFTS, CELL_BITS)
-            tl.store(cells_ptr + block, cell, mask=live)
-            tl.atomic_add(counts_ptr + cell, cells.to(tl.int32), mask=live, sem="relaxed")
         place = tl.atomic_add(status_ptr, tl.sum(cells, 0), sem="relaxed") & 0xFFFFFFFF
         place += tl.cumsum(cells, 0) - cells
         tl.store(info_ptr + 2 * block, pack_half(word, place), mask=live)
@@ -205,50 +121,8 @@ def give_places(
 
 
 @triton.jit
-def rows_kernel(
-    entries_ptr, ids_ptr, info_ptr, rows_ptr, status_ptr, ranges_ptr, report_ptr, count_ptr, fault_ptr,
-    counts_ptr, before_ptr, sums_ptr, n,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REPORTED: tl.constexpr, CHECKED: tl.constexpr,
-    CELL_BITS: tl.constexpr, NUMBERED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit.
-
-    REPORTED and CHECKED: as in `table_kernel`; the host knows before the rows are there. NUMBERED programs ahead of
-    the others find the rows before each cell.
-    """
-    follow()
-    program = tl.program_id(0)
-    if program < NUMBERED:
-        number_cells(program, counts_ptr, before_ptr, sums_ptr, CELL_BITS, NUMBERED if NUMBERED > 0 else 1)
-    else:
-        program -= NUMBERED
-        if REPORTED and program == 0:
-            report(report_ptr, status_ptr, ranges_ptr, COLUMNS, WIDTH)
-        if CHECKED and program == 0:
-            check_cells(status_ptr, count_ptr, fault_ptr)
-        place_rows(program * BLOCK, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
-
-
-@triton.jit
-def number_cells(program, counts_ptr, before_ptr, sums_ptr, CELL_BITS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """before[cell] = rows in all cells before it, for this program's share of the cells.
-
-    Each tells the programs behind it how many rows it has, and one more, in ``sums``, which start as zeros.
-    """
-    EACH: tl.constexpr = (1 << CELL_BITS) // PROGRAMS
-    cell = program * EACH + tl.arange(0, EACH)
-    rows = tl.load(counts_ptr + cell)
-    tl.atomic_xchg(sums_ptr + program, tl.sum(rows, 0) + 1, sem="relaxed")
-    other = tl.arange(0, PROGRAMS)
-    sums = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
-    while tl.min(sums, 0) == 0:
-        sums = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
-    tl.store(before_ptr + cell, tl.sum(sums - 1, 0) + tl.cumsum(rows, 0) - rows)
-
-
-@triton.jit
 def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.constexpr):
-    """`rows_kernel` for the rows from ``first`` on."""
+    """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit."""
     row = first + tl.arange(0, BLOCK)
     entry = tl.load(entries_ptr + row, mask=row < n, other=-1)  # -1 too where keys overflow
     live = entry >= 0
@@ -269,8 +143,8 @@ def table_kernel(
 
     The slots come first in memory; ``zeros`` words from there on start as zeros. Rows that are not MEASURED are copied
     to ``copy_ptr``, where that is not ``coords_ptr``: a grid keeps a copy of its own. REPORTED: status and ranges, as
-    unsigned numbers, go to ``report_ptr`` too. CHECKED: bit 0 of the fault, as by
-    `insert_kernel` and `check_cells`; it is 0 before.
+    unsigned numbers, go to ``report_ptr`` too. CHECKED: the fault is 0, and bit 0 of it is set where not just the first
+    ``count`` rows have a batch item, or as by `check_cells`.
     """
     program = tl.program_id(0)
     write_zeros(table_ptr, zeros, programs, 2048)
@@ -291,10 +165,7 @@ def table_kernel(
     if CHECKED:
         report_wrong(fault_ptr, wrong)
     wait_for_all(barriers_ptr + 2, programs)
-    give_places(
-        table_ptr, rows_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, ids_ptr, ids_ptr, programs,
-        COLUMNS, SHIFTS, 0, 0, EACH,
-    )  # fmt: skip
+    give_places(table_ptr, rows_ptr, info_ptr, status_ptr, programs, EACH)  # slots by block lie where rows will
     wait_for_all(barriers_ptr + 3, programs)
     if REPORTED and program == 0:
         report(report_ptr, status_ptr, ranges_ptr, COLUMNS, WIDTH)
@@ -344,10 +215,6 @@ def lookup_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-CLEAR = Launcher(clear_kernel, (_I32, _I32, _I32, _I64, _I32, int, int, int))
-INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I64, _I32, _I32, int, int))
-INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, _I32, _I64, _I32, _I32, int))
-PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32, _I32, _I32, _I32, int))
 TABLE = Launcher(
     table_kernel,
     (_I32, _I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),

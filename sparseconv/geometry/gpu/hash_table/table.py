@@ -17,36 +17,18 @@ from typing import NamedTuple
 
 import torch
 
-from sparseconv.geometry.gpu.hash_table.kernels import CLEAR, INFO, INSERT, LOOKUP, PLACE, TABLE
+from sparseconv.geometry.gpu.hash_table.kernels import LOOKUP, TABLE
 from sparseconv.gpu.arena import Arena, Kinds
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, programs_at_once
-from sparseconv.gpu.launcher import INTERPRETED, Pointer, ceil_div, pointer, power_of_2
+from sparseconv.gpu.launcher import Pointer, ceil_div, pointer, power_of_2
 from sparseconv.gpu.pinned import Report
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
 _SHIFTS = {rank + 1: (0, *shifts) for rank, shifts in BLOCK_SHIFTS.items()}
-#: up to this many rows the passes of a build share one launch, which the host is faster with
-FUSED_ROWS = 600_000
-#: bits of the numbers of the cells by which more rows are put in runs (`morton_runs`)
-CELL_BITS = 15
-#: log2 of such a cell's edge at least: a block of the table lies in one cell, whatever the rank
-LEAST_SHIFT = 4
-#: programs that share the cells between them when rows before each of them are counted
-NUMBERED = 32
-#: rows of fixed size whose cells are counted with the table; those of more by a launch of their own: edges, which begin
-#: during it, would otherwise fill the card before the tiles
-COUNTED_ROWS = 2_000_000
+#: rows up to which the launch that fills a table writes its zeros, whose words it counts in 32 bits
+CLEARED_ROWS = 2**28
 MAX_ROWS = 2**29
-
-
-class Cells(NamedTuple):
-    """What `morton_runs` takes of the coarse cells of a table."""
-
-    of_blocks: Pointer  # (B,) int32: the cell of each block
-    counts: Pointer  # (2^15,) int32: the rows in each cell
-    before: Pointer  # (2^15,) int32: the rows in all cells before each
-    sums: Pointer  # (NUMBERED,) int32: zeros for the programs that count these
 
 
 class TableStatus(NamedTuple):
@@ -78,7 +60,6 @@ class CoordinateTable:
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
     spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
     report: Report | None  # status and ranges on their way to the host, where they were asked for
-    cells: Cells | None = None  # made with the table where there are many rows
     device_count: DeviceCount | None = (
         None  # of rows whose number the host does not know: nothing of theirs is ever read back
     )
@@ -174,26 +155,19 @@ def build_table(
     coords = given if copy is None else copy
     device = coords.device
     lengths = table_lengths(n, columns)
-    fused = 0 < n <= FUSED_ROWS
-    cleared = fused or (n > 0 and ranges is None)  # by the first launch
-    arena = Arena(device, TABLE_KINDS, lengths, 0 if cleared else 4)
+    arena = Arena(device, TABLE_KINDS, lengths, 0 if 0 < n <= CLEARED_ROWS else 4)
     report = Report(2 + 2 * columns, device) if reported and n and ranges is None else None
     table = table_in(arena, coords, ranges, report, device_count)
-    if fused:
+    if n:
         _launch_table(table, given, device_count if checked else None)
-    elif n:
-        if cleared:
-            _launch_clear(table, given)
-        _launch_build(table, device_count if checked else None)
     return table
 
 
 def table_lengths(n: int, columns: int) -> list[int]:
     """Those of the arrays in the arena of a table of n rows, whose kinds are `TABLE_KINDS`."""
     capacity, some = max(64, n + n // 2), n or 1
-    lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192 + _cells_of(n)]
-    lengths += (capacity, 2 * some, _cells_at(n) + ceil_div(n, 2) if n > FUSED_ROWS else some, some, some)
-    return lengths
+    lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192]
+    return [*lengths, capacity, 2 * some, some, some, some]
 
 
 def table_in(
@@ -208,17 +182,8 @@ def table_in(
     capacity = arena.length_of(SLOTS) // 2
     spread = arena[RANGES] if ranges is None else pointer(ranges)
     pointers = (spread, arena[SLOTS], arena[IDS], arena[INFOS], arena[ROWS])
-    cells = None
-    if _cells_of(n) and (device_count is None or n <= COUNTED_ROWS):
-        begin, many = 3 * _counts_of_16(n) + 192, 1 << CELL_BITS
-        if INTERPRETED:
-            counts, of_blocks = arena[COUNTS][begin:], arena[KEYS][_cells_at(n) :].view(torch.int32)
-            cells = Cells(of_blocks, counts, counts[many:], counts[2 * many :])
-        else:
-            counts, of_blocks = arena[COUNTS] + 4 * begin, arena[KEYS] + 8 * _cells_at(n)
-            cells = Cells(of_blocks, counts, counts + 4 * many, counts + 8 * many)
     return CoordinateTable(
-        coords, ranges, arena, capacity, _SHIFTS[columns], pointers, spare_of(n), report, cells, device_count
+        coords, ranges, arena, capacity, _SHIFTS[columns], pointers, spare_of(n), report, device_count
     )
 
 
@@ -231,16 +196,6 @@ def spare_of(n: int) -> list[tuple[int, int]]:
 
 def _counts_of_16(n: int) -> int:
     return 16 * -(-n // rows_per_chunk(n))
-
-
-def _cells_of(n: int) -> int:
-    """Words for the rows of each cell, for those before it, and for who counts them."""
-    return (2 << CELL_BITS) + NUMBERED if n > FUSED_ROWS else 0
-
-
-def _cells_at(n: int) -> int:
-    """Where the cells of the blocks begin behind their keys: at a multiple of 16 bytes."""
-    return (n + 1) & -2
 
 
 def rows_per_chunk(n: int) -> int:
@@ -306,18 +261,6 @@ def pack_shifts(shifts: tuple[int, ...]) -> int:
     return sum(s << (4 * axis) for axis, s in enumerate(shifts))
 
 
-def _launch_clear(table: CoordinateTable, given: torch.Tensor) -> None:
-    arena, coords = table.arena, table.coords
-    n, columns = coords.shape
-    device = coords.device
-    programs = programs_at_once(device, ceil_div(n, 1024))
-    args = (
-        pointer(given), pointer(coords), table.pointers[0], arena[SLOTS], barriers_of(device, table.device_count),
-        n, arena.length_before(IDS) // 4, programs,
-    )  # fmt: skip
-    CLEAR(device, (programs,), args, (columns, width_of(columns), 1024, NUM_BARRIERS))
-
-
 def shifts_of(columns: int) -> tuple[int, ...]:
     """log2 of a block's edge along each column of coordinates."""
     return _SHIFTS[columns]
@@ -336,7 +279,7 @@ def _launch_table(table: CoordinateTable, given: torch.Tensor, checked: DeviceCo
     args = (
         pointer(given), pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:],
         barriers_of(device, table.device_count), _reported(table), *_checks(table, checked),
-        n, table.capacity, arena.length_before(IDS) // 4, programs,
+        n, table.capacity, arena.length_before(IDS) // 4 if n <= CLEARED_ROWS else 0, programs,
     )  # fmt: skip
     measured, reported = table.given_ranges is not None, table.report is not None
     shape = columns, width_of(columns), pack_shifts(table.shifts)
@@ -351,25 +294,3 @@ def _reported(table: CoordinateTable) -> Pointer:
 def _checks(table: CoordinateTable, checked: DeviceCount | None) -> tuple[Pointer, Pointer]:
     """Where the number of real rows lies, and the fault; something of that kind where nobody looks."""
     return (table.arena[RANGES],) * 2 if checked is None else (pointer(checked.count), pointer(checked.fault))
-
-
-def _launch_build(table: CoordinateTable, checked: DeviceCount | None) -> None:
-    arena, coords, capacity = table.arena, table.coords, table.capacity
-    (n, columns), device = coords.shape, coords.device
-    is_checked = checked is not None
-    count, fault = _checks(table, checked)
-    slots, status, spread = arena[SLOTS], arena[STATUS], table.pointers[0]
-    _, _, _, _, ids, infos, keys, places, entries = arena  # slots by block lie where rows will
-    insert = (pointer(coords), spread, slots, ids, keys, places, entries, status, count, fault, n, capacity)
-    INSERT(device, (ceil_div(n, 256),), insert, (columns, pack_shifts(table.shifts), is_checked, 256))
-    programs = min(ceil_div(n, 512), 1056)
-    cells, bits = (Cells(*(ids,) * 4), 0) if table.cells is None else (table.cells, CELL_BITS)
-    info = (slots, places, infos, status, spread, keys, cells.of_blocks, cells.counts, programs)
-    INFO(device, (programs,), info, (columns, pack_shifts(table.shifts), bits, LEAST_SHIFT, 512))
-    rows = (
-        entries, ids, infos, places, status, spread, _reported(table), count, fault,
-        cells.counts, cells.before, cells.sums, n,
-    )  # fmt: skip
-    numbered = NUMBERED if bits else 0
-    constants = (columns, width_of(columns), table.report is not None, is_checked, bits, numbered, 256)
-    PLACE(device, (numbered + ceil_div(n, 256),), rows, constants)

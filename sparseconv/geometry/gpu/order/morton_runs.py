@@ -14,19 +14,15 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.hash_probe import cell_of, cell_size, popcount
-from sparseconv.geometry.gpu.hash_table.kernels import number_cells
-from sparseconv.geometry.gpu.hash_table.table import (
-    CELL_BITS,
-    ENTRIES,
-    KEYS,
-    LEAST_SHIFT,
-    NUMBERED,
-    STATUS,
-    Cells,
-    CoordinateTable,
-    pack_shifts,
-)
+from sparseconv.geometry.gpu.hash_table.table import ENTRIES, KEYS, STATUS, CoordinateTable, pack_shifts
 from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, follow, pointer
+
+#: bits of the numbers of cells
+CELL_BITS = 15
+#: log2 of a cell's edge at least: a block of the table lies in one cell, whatever the rank
+LEAST_SHIFT = 4
+#: programs that share the cells between them when rows before each of them are counted
+NUMBERED = 32
 
 
 def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int, lost: int) -> torch.Tensor:
@@ -42,26 +38,17 @@ def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int
         chunk_rows: rows of a run, about.
         room: bits of the rank that are kept, after ``lost`` have been cut off below.
     """
-    cells, _kept = cells_of_blocks(table)  # what is kept goes when the launches are in line
-    n, device = table.coords.shape[0], table.coords.device
-    found = torch.empty(1, n, dtype=torch.int32, device=device)
-    args = (table.arena[ENTRIES], cells.of_blocks, cells.before, keys, pointer(found), n, chunk_rows, room, lost)
-    RUN_KEYS(device, (ceil_div(n, 512),), args, (512,))
-    return found
-
-
-def cells_of_blocks(table: CoordinateTable) -> tuple[Cells, torch.Tensor | None]:
-    """The cells of a table with blocks, and what keeps them where that is not the table."""
-    if table.cells is not None:
-        return table.cells, None
     (n, columns), device, many = table.coords.shape, table.coords.device, 1 << CELL_BITS
-    kept = torch.zeros(2 * many + NUMBERED + n, dtype=torch.int32, device=device)
-    counts, before, sums, of_blocks = map(pointer, kept.split((many, many, NUMBERED, n)))
+    memory = torch.zeros(2 * many + NUMBERED + n, dtype=torch.int32, device=device)
+    counts, before, sums, of_blocks = map(pointer, memory.split((many, many, NUMBERED, n)))
     programs = min(ceil_div(n, 256), 1056)
     args = (table.pointers[0], table.arena[KEYS], table.pointers[3], table.arena[STATUS], of_blocks, counts, programs)
     COUNT_CELLS(device, (programs,), args, (columns, pack_shifts(table.shifts), CELL_BITS, LEAST_SHIFT, 256))
     NUMBER_CELLS(device, (NUMBERED,), (counts, before, sums), (CELL_BITS, NUMBERED))
-    return Cells(of_blocks, counts, before, sums), kept
+    found = torch.empty(1, n, dtype=torch.int32, device=device)
+    run = (table.arena[ENTRIES], of_blocks, before, keys, pointer(found), n, chunk_rows, room, lost)
+    RUN_KEYS(device, (ceil_div(n, 512),), run, (512,))
+    return found
 
 
 # ---- kernels
@@ -88,9 +75,21 @@ def count_kernel(
 
 @triton.jit
 def number_kernel(counts_ptr, before_ptr, sums_ptr, CELL_BITS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """before[cell] = rows in the cells before it."""
+    """before[cell] = rows in all cells before it, for each program's share of the cells.
+
+    Each tells the programs behind it how many rows it has, and one more, in ``sums``, which start as zeros.
+    """
     follow()
-    number_cells(tl.program_id(0), counts_ptr, before_ptr, sums_ptr, CELL_BITS, PROGRAMS)
+    program = tl.program_id(0)
+    EACH: tl.constexpr = (1 << CELL_BITS) // PROGRAMS
+    cell = program * EACH + tl.arange(0, EACH)
+    rows = tl.load(counts_ptr + cell)
+    tl.atomic_xchg(sums_ptr + program, tl.sum(rows, 0) + 1, sem="relaxed")
+    other = tl.arange(0, PROGRAMS)
+    sums = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
+    while tl.min(sums, 0) == 0:
+        sums = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
+    tl.store(before_ptr + cell, tl.sum(sums - 1, 0) + tl.cumsum(rows, 0) - rows)
 
 
 @triton.jit

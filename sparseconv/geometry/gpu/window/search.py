@@ -3,7 +3,7 @@
     in:  a table of source rows, target rows (N_out, 1+D) int32, a window of K taps
     out: a `WindowSearch`; nothing is read back
 
-Up to FUSED_ROWS rows it is one launch, whose programs wait for each other; of more rows, a launch a pass.
+Up to 31 taps it is one launch, whose programs wait for each other; of more taps, masks do not fit and a table is made.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import torch
 
 from sparseconv.geometry.gpu.hash_table.table import (
     ENTRIES,
-    FUSED_ROWS,
     CoordinateTable,
     aligned,
     pack_shifts,
     rows_per_chunk,
 )
 from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts, scan_counts
-from sparseconv.geometry.gpu.window.found import AROUND, SCRATCH, SORT_KEYS, STARTS, WindowSearch
+from sparseconv.geometry.gpu.window.found import AROUND, SCRATCH, STARTS, WindowSearch
 from sparseconv.geometry.gpu.window.neighbor_table import COUNT, neighbor_table
-from sparseconv.geometry.gpu.window.passes import launch_around, launch_masks, launch_search, search_programs
+from sparseconv.geometry.gpu.window.passes import launch_around, launch_search, search_programs
 from sparseconv.geometry.gpu.window.taps import GIVEN, KEY_BITS, TapWindow, bit_places, encode_window
 from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.gpu.arena import Arena
@@ -57,7 +56,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     blocks = table.most_blocks if is_local else 0
     lengths = [taps * chunks, n if narrow else 0, blocks * constants[4]]
     passes, programs = None, 0
-    if narrow and 0 < n <= FUSED_ROWS:
+    if narrow and n:
         programs, spare = search_programs(device, taps, n)
         passes = Passes(n, window.key_bits, spare if is_cube else 0)
         lengths += (passes.words, n)
@@ -75,9 +74,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     else:
         if is_local:
             launch_around(table, scratch[AROUND], blocks)
-        if n and taps and narrow:
-            launch_masks(search, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
-        elif n and taps:
+        if n and taps:
             neighbors = neighbor_table(search)
             search = replace(search, neighbors=neighbors)
             totals, counts = counters.pointers
