@@ -8,16 +8,21 @@
 True
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.serialization import add_safe_globals
 
-import sparseconv.export  # noqa: F401 (registers the operators that exported programs call)
-from sparseconv.geometry import Boundary, IndexProjection, IndexRange, KernelMap, VoxelGrid, voxelize
-from sparseconv.geometry.window import Window
-from sparseconv.plan import ConvolutionPlan, PlanSet
-from sparseconv.tensor import SparseTensor
+def _prints_help(argv: list[str]) -> bool:
+    """Whether this process is the ``sparseconv`` command and only prints its help or version, without torch.
+
+    >>> _prints_help(["bin/sparseconv", "convert", "--help"]), _prints_help(["train.py", "--help"])
+    (True, False)
+    """
+    command = bool(argv) and (argv[0] == "-m" or Path(argv[0]).stem == "sparseconv")
+    return command and (argv[1:] in ([], ["--version"]) or "--help" in argv[1:])
+
 
 if TYPE_CHECKING:
     from sparseconv import distributed as distributed
@@ -30,9 +35,13 @@ if TYPE_CHECKING:
     from sparseconv import products as products
     from sparseconv import quantization as quantization
     from sparseconv import viz as viz
+    from sparseconv.geometry import Boundary, IndexProjection, IndexRange, KernelMap, VoxelGrid
+    from sparseconv.geometry.voxelize import voxelize
     from sparseconv.nn import accelerate as accelerate
+    from sparseconv.plan import ConvolutionPlan
     from sparseconv.quantization import quantize as quantize
     from sparseconv.streaming import stream as stream
+    from sparseconv.tensor import SparseTensor
 
 __version__ = "0.1.0"
 
@@ -54,13 +63,10 @@ MODULES = ("distributed", "export", "geometry", "interop", "nn", "ops", "pointwi
 FUNCTIONS = {"accelerate": "nn", "quantize": "quantization", "stream": "streaming"}
 
 
-#: what ``torch.load(weights_only=True)`` may make: each checks what a file says of it
-add_safe_globals(
-    [Boundary, ConvolutionPlan, IndexProjection, IndexRange, KernelMap, PlanSet, SparseTensor, VoxelGrid, Window]
-)
-
-
 def __getattr__(name: str) -> Any:
+    if name in __all__:
+        rooms = (import_module(f"{__name__}.{room}") for room in ("geometry", "plan", "tensor"))
+        return next(getattr(room, name) for room in rooms if hasattr(room, name))
     if name in FUNCTIONS:
         return getattr(import_module(f"{__name__}.{FUNCTIONS[name]}"), name)
     if name in MODULES:
@@ -70,3 +76,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *FUNCTIONS, *MODULES, "__version__"])
+
+
+if not _prints_help(sys.argv):
+    from torch.serialization import add_safe_globals
+
+    from sparseconv.geometry.window import Window
+    from sparseconv.plan import PlanSet
+
+    import_module(f"{__name__}.export")  # registers the operators that exported programs call
+    globals().update({name: __getattr__(name) for name in __all__})
+    #: what ``torch.load(weights_only=True)`` may construct: each of them checks what a file claims
+    add_safe_globals([*(thing for thing in map(__getattr__, __all__) if isinstance(thing, type)), PlanSet, Window])

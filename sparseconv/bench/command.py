@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 if TYPE_CHECKING:
@@ -24,9 +23,9 @@ Quantities = Annotated[
     list[str] | None,
     typer.Option("--quantity", help="map, forward, input_grad, weight_grad, step, memory; repeatable."),
 ]
-Seconds = Annotated[float, typer.Option(help="Seconds of repeats a figure.", min=0)]
+Seconds = Annotated[float, typer.Option(help="Seconds of repeats per figure.", min=0)]
 Out = Annotated[Path | None, typer.Option("--json", help="Results file to write.", dir_okay=False, writable=True)]
-Shuffled = Annotated[bool, typer.Option(help="Measure shuffled rows beside the given order.")]
+Shuffled = Annotated[bool, typer.Option(help="Also measure with shuffled rows.")]
 
 #: cases and channels without a choice
 HERE = {
@@ -41,16 +40,18 @@ def bench(
     dtype: Dtypes = None,
     channels: Channels = None,
     quantity: Quantities = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Measure each backend by name, too.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also measure every backend by name.")] = False,
     shuffled: Shuffled = False,
     seconds: Seconds = 0.3,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto, which uses a GPU if there is one.")] = "auto",
     out: Out = None,
 ) -> None:
-    """Measure layers here: values are checked first, then map, forward, each gradient, a step, its memory.
+    """Benchmark layers on this machine: kernel map, forward, each gradient, a training step, and its memory.
 
-    Without a choice: a few scenes made by rule, and the brain where nilearn is installed.
+    Values are checked first. By default a few synthetic scenes are measured, and a brain if nilearn is installed.
     """
+    import torch
+
     from sparseconv.bench import measure, report
     from sparseconv.bench.implementations import IMPLEMENTATIONS
     from sparseconv.bench.timing import DTYPES
@@ -58,7 +59,7 @@ def bench(
 
     where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if where not in ("cpu", "cuda") or (where == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device must be cpu, cuda (where torch sees a GPU) or auto; got {device!r}")
+        raise typer.BadParameter(f"--device must be cpu, cuda (if PyTorch sees a GPU) or auto; got {device!r}")
     check("--backend", backend, IMPLEMENTATIONS)
     check("--dtype", dtype, DTYPES)
     check("--quantity", quantity, measure.QUANTITIES)
@@ -80,9 +81,9 @@ def bench(
                 rows.append(measure.attempt(job))
     except KeyboardInterrupt:
         if not rows:
-            console.print("stopped; nothing was measured, and nothing was written")
+            console.print("stopped before anything was measured; nothing was written")
             raise typer.Exit(130) from None
-        console.print("[yellow]stopped[/]: what was done until here follows")
+        console.print("[yellow]stopped[/]: these are the results so far")
     console.print(report.layer_table(rows, f"{machine.get('card', {}).get('name') or machine['cpu']}: milliseconds"))
     for sentence in report.reasons(rows):
         console.print(f"[dim]{sentence}[/]", highlight=False)
@@ -92,7 +93,7 @@ def bench(
 
 
 def check(option: str, given: list[str] | None, known: Iterable[str]) -> None:
-    """Raise typer.BadParameter where a name is none of those ``known``."""
+    """Raise typer.BadParameter for a name that is not among ``known``."""
     names = list(known)
     for name in given or []:
         if name not in names:

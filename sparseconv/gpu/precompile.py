@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -42,6 +41,8 @@ class Gpu(NamedTuple):
     @classmethod
     def current(cls) -> Gpu | None:
         """The current GPU; None where torch sees none."""
+        import torch  # not above: ``sparseconv --help`` imports this file
+
         if not torch.cuda.is_available():
             return None
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -55,18 +56,22 @@ class Gpu(NamedTuple):
 def compile_step(
     step: Annotated[
         str | None,
-        typer.Argument(metavar="[MODULE:FUNCTION]", help="a function without arguments that takes a training step"),
+        typer.Argument(metavar="[MODULE:FUNCTION]", help="Function without arguments that runs one training step."),
     ] = None,
-    pack_to: Annotated[Path | None, typer.Option("--pack", help="also write the kernels to this file")] = None,
+    pack_to: Annotated[
+        Path | None,
+        typer.Option("--pack", help="Also write the kernels to this file, for machines with the same kind of GPU."),
+    ] = None,
     unpack_from: Annotated[
-        Path | None, typer.Option("--unpack", help="put the kernels of such a file into Triton's cache")
+        Path | None, typer.Option("--unpack", help="Put the kernels of such a file into Triton's cache.")
     ] = None,
 ) -> None:
-    """Compile all kernels of a training step, or unpack those that another machine compiled."""
+    """Compile all kernels of a training step ahead of time, or unpack those of another machine."""
     try:
         if (step is None) == (unpack_from is None) or (unpack_from is not None and pack_to is not None):
             raise ValueError("give MODULE:FUNCTION, with --pack FILE or without; or --unpack FILE")
-        text = _compile(str(step), pack_to) if unpack_from is None else _unpack(unpack_from)
+        with Console(stderr=True).status("unpacking kernels" if unpack_from else f"compiling the kernels of {step}"):
+            text = _compile(str(step), pack_to) if unpack_from is None else _unpack(unpack_from)
     except (ValueError, TypeError, ImportError, OSError) as error:
         Console(stderr=True).print(Text("error: ", "bold red") + Text(str(error)), soft_wrap=True)
         raise typer.Exit(1) from None
@@ -78,6 +83,7 @@ def _compile(step: str, file: Path | None) -> str:
     if gpu is None:
         raise ValueError("kernels are compiled for the GPU of this machine, and torch sees none")
     run = find_step(step)
+    import torch
     from triton import knobs
 
     cache = Path(knobs.cache.dir)

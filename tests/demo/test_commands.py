@@ -44,6 +44,20 @@ def outside(*arguments, code=None, **options):
     )
 
 
+@pytest.mark.parametrize("asked", ["", "convert", "bench", "demo", "compile", "export"])
+def test_help_needs_no_torch(asked):
+    """Which takes seconds to import."""
+    program = (
+        "import sys; sys.argv = ['sparseconv', *sys.argv[1:]]\n"
+        "from sparseconv.__main__ import main\n"
+        "try: main()\n"
+        "finally: sys.stderr.write(str('torch' in sys.modules))\n"
+    )
+    said, loaded = outside(*filter(None, [asked, "--help"]), code=program).communicate(timeout=120)
+    assert "Usage: " in said
+    assert loaded.endswith("False"), loaded
+
+
 def test_info_names_versions_and_every_backend():
     from sparseconv.backends.registry import BACKENDS
 

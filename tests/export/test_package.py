@@ -121,7 +121,7 @@ def test_a_folder_that_is_not_there_is_told_before_any_work(tmp_path, monkeypatc
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     typer = pytest.importorskip("typer")
-    from sparseconv.export.command import package_program
+    from sparseconv.cli import package_program
 
     with pytest.raises(typer.Exit):
         package_program(tmp_path / "absent.pt2", tmp_path / "net.pt2")

@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,12 +14,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
+from sparseconv.cli import app
 from sparseconv.interop import LAYOUTS, convert, convert_state, load, read, write
-from sparseconv.interop.command import app
 from tests.interop.scenes import scene
 
 
@@ -251,7 +253,7 @@ def test_other_classes_are_named_and_left_aside_where_that_is_asked(tmp_path):
     state = read(tmp_path / "a.pth", ignore_classes=["argparse.Namespace"])
     assert torch.equal(state["a.weight"], torch.load(tmp_path / "a.pth", weights_only=False)["state_dict"]["a.weight"])
     options = ["--from", "spconv", "--ignore-class", "argparse.Namespace"]
-    done = CliRunner().invoke(app, [str(tmp_path / "a.pth"), str(tmp_path / "b.pth"), *options])
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "a.pth"), str(tmp_path / "b.pth"), *options])
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "ran").exists()
 
@@ -391,11 +393,11 @@ def test_a_file_of_another_kind_is_called_no_checkpoint(tmp_path, text):
 def test_the_command(tmp_path):
     write(network().state_dict(), tmp_path / "a.pth")
     options = ["--from", "sparseconv", "--to", "spconv", "--kernel", "1.*=3x1x5"]
-    done = CliRunner().invoke(app, [str(tmp_path / "a.pth"), str(tmp_path / "b.safetensors"), *options])
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "a.pth"), str(tmp_path / "b.safetensors"), *options])
     assert done.exit_code == 0, done.output
     assert "3 convolutions permuted" in done.output
     assert read(tmp_path / "b.safetensors")["1.weight"].shape == (4, 3, 1, 5, 6)
-    done = CliRunner().invoke(app, [str(tmp_path / "a.pth"), str(tmp_path / "c.pth"), "--from", "minkowski"])
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "a.pth"), str(tmp_path / "c.pth"), "--from", "minkowski"])
     assert done.exit_code == 1
     assert "0.weight" in done.output
     assert not (tmp_path / "c.pth").exists()
@@ -403,24 +405,41 @@ def test_the_command(tmp_path):
 
 def test_the_command_checks_libraries_before_it_reads(tmp_path):
     for option in ("--from", "--to"):
-        done = CliRunner().invoke(app, [str(tmp_path / "none.pth"), str(tmp_path / "c.pth"), option, "nonsense"])
+        done = CliRunner().invoke(
+            app, ["convert", str(tmp_path / "none.pth"), str(tmp_path / "c.pth"), option, "nonsense"]
+        )
         assert (done.exit_code, "no layout 'nonsense'" in done.output) == (1, True)
 
 
+@pytest.mark.parametrize(("name_in", "name_out"), [("a.onnx", "b.pth"), ("a.pth", "b.onnx"), ("a.pth", "b")])
+def test_the_command_refuses_other_suffixes(name_in, name_out, tmp_path):
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / name_in), str(tmp_path / name_out), "--from", "spconv"])
+    assert (done.exit_code, "checkpoints end with .pth" in " ".join(done.output.split())) == (1, True), done.output
+
+
+def test_the_command_lists_every_library_and_spconv_first():
+    (option,) = (part for part in typer.main.get_command(app).commands["convert"].params if part.name == "from_")
+    said = option.help.partition(":")[2]
+    assert said.startswith(" spconv,")
+    assert set(LAYOUTS) <= set(re.findall(r"[\w-]+", said))
+
+
 def test_the_command_looks_for_the_folder_before_it_reads(tmp_path):
-    done = CliRunner().invoke(app, [str(tmp_path / "none.pth"), str(tmp_path / "no" / "c.pth"), "--from", "spconv"])
+    done = CliRunner().invoke(
+        app, ["convert", str(tmp_path / "none.pth"), str(tmp_path / "no" / "c.pth"), "--from", "spconv"]
+    )
     assert (done.exit_code, "does not exist: create it" in " ".join(done.output.split())) == (1, True), done.output
 
 
 def test_the_command_tells_published_networks(tmp_path):
     keys = {"conv_input.0": (16, 3, 3, 3, 4), "conv1.0.0": (16, 3, 3, 3, 16), "conv4.2.0": (64, 3, 3, 3, 64)}
     write({f"backbone_3d.{key}.weight": torch.zeros(shape) for key, shape in keys.items()}, tmp_path / "a.pth")
-    done = CliRunner().invoke(app, [str(tmp_path / "a.pth"), str(tmp_path / "b.pth"), "--quiet"])
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "a.pth"), str(tmp_path / "b.pth"), "--quiet"])
     assert done.exit_code == 0, done.output
     assert "openpcdet/second under backbone_3d.: sparseconv.nn.second.SecondEncoder" in done.output
     assert read(tmp_path / "b.pth")["backbone_3d.conv4.2.0.weight"].shape == (27, 64, 64)
     write(network().state_dict(), tmp_path / "c.pth")
-    done = CliRunner().invoke(app, [str(tmp_path / "c.pth"), str(tmp_path / "d.pth")])
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "c.pth"), str(tmp_path / "d.pth")])
     assert done.exit_code == 1
     assert "the keys are of no family there is" in done.output
     assert not (tmp_path / "d.pth").exists()
