@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sparseconv import interop as interop
     from sparseconv import nn as nn
     from sparseconv import ops as ops
+    from sparseconv import plan as plan
     from sparseconv import pointwise as pointwise
     from sparseconv import products as products
     from sparseconv import quantization as quantization
@@ -57,7 +58,10 @@ __all__ = [
 ]
 
 #: public modules; each is loaded when it is first used
-MODULES = ("distributed", "export", "geometry", "interop", "nn", "ops", "pointwise", "products", "quantization", "viz")
+MODULES = (
+    *("distributed", "export", "geometry", "interop", "nn", "ops"),
+    *("plan", "pointwise", "products", "quantization", "viz"),
+)
 
 #: public functions of these modules, loaded with them
 FUNCTIONS = {"accelerate": "nn", "quantize": "quantization", "stream": "streaming"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from numbers import Integral
@@ -135,6 +137,14 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise TypeError(f"{name} must be one of {', '.join(map(repr, choices))}, but it is {described(value)}")
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, but it is {value!r}")
+
+
+def warn(message: str) -> None:
+    """A UserWarning at the line that called this library, so that Python shows it once for each such line."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "sparseconv":
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, stacklevel=depth)
 
 
 def as_device(value: object) -> torch.device:

@@ -114,10 +114,13 @@ class SparseTensor(Movable):
         return self.features if rows is None else self.features[rows]
 
     @classmethod
-    def from_dense(cls, dense: Shaped[torch.Tensor, "B C *shape"]) -> SparseTensor:
-        """The sites of dense (B, C, *spatial) where any channel is not zero."""
+    def from_dense(cls, dense: Shaped[torch.Tensor, "B C *shape"], *, rank: int | None = None) -> SparseTensor:
+        """The sites of dense (B, C, *spatial) where any channel is not zero.
+
+        ``rank`` is the number of spatial axes, checked where it is given. A volume (D, H, W) is ``dense[None, None]``.
+        """
         check_tensor("dense", dense)
-        return cls(*VoxelGrid.from_dense(dense))
+        return cls(*VoxelGrid.from_dense(dense, rank=rank))
 
     def to_dense(self, extent: IndexRange | Sequence[int] | None = None) -> Shaped[torch.Tensor, "B C *shape"]:
         """(B, C, *shape) over the extent (default: the grid's own), zero where there is no voxel."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from sparseconv.geometry.ranges import IndexRange, Ints
-from sparseconv.kinds import as_device, check_kind, check_tensor, check_values, described
+from sparseconv.kinds import as_device, check_kind, check_tensor, check_values, described, warn
 
 INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
@@ -29,6 +28,50 @@ def no_batch(rank: int) -> str:
         f"coords are (N, 1+D), the batch item first. If these are voxels of one scene in {rank + 1} axes, they "
         "lack the batch column: torch.nn.functional.pad(coords, (1, 0))"
     )
+
+
+#: what to do with coords whose batch item comes last
+BATCH_LAST = "Where the batch item comes last, pass coords.roll(1, 1)"
+#: batch items from which on nobody means them without saying batch_size, if the last column looks like the batch
+MANY_ITEMS = 9
+
+
+def items_of(coords: torch.Tensor, low: Ints, high: Ints, batch_size: int | None) -> int:
+    """The number of batch items of coords with these bounds: ``batch_size``, or 1 more than the last one present.
+
+    Warns where nobody says ``batch_size``, column 0 names many items, and the last column looks like theirs. It looks
+    at no value of a GPU: there the last column is noticed only where it is 0 throughout.
+
+    Raises:
+        ValueError: an item below 0, or not below ``batch_size``.
+    """
+    if not low:
+        return 1 if batch_size is None else batch_size
+    if low[0] < 0:
+        last = f". {BATCH_LAST}" if low[-1] == 0 else ""
+        raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}. {no_batch(len(low) - 1)}{last}")
+    if batch_size is not None:
+        if high[0] >= batch_size:
+            last = f". {BATCH_LAST}" if low[-1] >= 0 and high[-1] < batch_size else ""
+            advice = f"{no_batch(len(low) - 1)}{last}"
+            raise ValueError(f"coords name batch item {high[0]}, but batch_size is {batch_size}. {advice}")
+        return batch_size
+    is_unlike = high[0] + 1 >= MANY_ITEMS and low[-1] == 0 and high[-1] < high[0]
+    if is_unlike and not torch.compiler.is_compiling() and _may_be_last(coords, high[-1]):
+        seen = "is 0" if high[-1] == 0 else f"is sorted, from 0 to {high[-1]}"
+        warn(
+            f"coords name {high[0] + 1} batch items in column 0, and their last column {seen}. {BATCH_LAST}. Where it "
+            "comes first, batch_size= says so"
+        )
+    return high[0] + 1
+
+
+def _may_be_last(coords: torch.Tensor, last: int) -> bool:
+    """Whether the last column, from 0 to ``last``, is ordered by batch item and the first is not."""
+    if last == 0 or coords.is_cuda:
+        return last == 0
+    falls = (coords[1:] < coords[:-1]).any(0).tolist()
+    return falls[0] and not falls[-1]
 
 
 def no_grid(given: object) -> str:
@@ -97,7 +140,10 @@ def bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
 def check_indices(low: Sequence[int], high: Sequence[int]) -> None:
     """Raise ValueError where indices from ``low`` to ``high`` are past 32 bits; the last is for the end of boxes."""
     if min(low) < INT32.min or max(high) >= INT32.max:
-        raise ValueError(f"voxel indices must fit in 32 bits; got values from {min(low)} to {max(high)}")
+        raise ValueError(
+            f"voxel indices must fit in 32 bits and lie from {INT32.min} to {INT32.max - 1}, since a box ends one "
+            f"further; got values from {min(low)} to {max(high)}"
+        )
 
 
 def outside(box: IndexRange) -> bool:
@@ -190,7 +236,7 @@ def check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor
     if rank > 4:
         raise ValueError(f"coords must have 1 to 4 axes; got {rank}. {advice}")
     if rank == 4 and any(map(len, coords)) and all(_is_item(c[:, 0], b) for b, c in enumerate(coords)):
-        warnings.warn(f"coords of 4 columns become voxels in 4 axes. {advice}", stacklevel=3)
+        warn(f"coords of 4 columns become voxels in 4 axes. {advice}")
 
 
 def _is_item(column: torch.Tensor, number: int) -> bool:

@@ -21,7 +21,7 @@ from sparseconv.geometry.arguments import (
     checked_batch_size,
     checked_coords,
     checked_device,
-    no_batch,
+    items_of,
     numbers,
     own,
 )
@@ -96,14 +96,9 @@ class VoxelGrid(Movable):
         self.coords = coords
         table = self._table_on_gpu(given)
         low, high = bounds(coords) if table is None else _on_gpu().read_table(table)
-        if low and low[0] < 0:
-            raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}. {no_batch(rank)}")
         if high and max(high) == INT32.max:
             check_indices(low, high)
-        if batch_size is None:
-            batch_size = high[0] + 1 if high else 1
-        elif high and high[0] >= batch_size:
-            raise ValueError(f"coords name batch item {high[0]}, but batch_size is {batch_size}. {no_batch(rank)}")
+        batch_size = items_of(coords, low, high, batch_size)
         self.batch_size, self._low, self._high = batch_size, low, high
         longest = max(high) - min(low) + 1 if low else 1  # of all columns: no axis has more cells
         if batch_size * longest**rank >= KEY_LIMIT:
@@ -341,9 +336,14 @@ class VoxelGrid(Movable):
         dense: Shaped[torch.Tensor, "B C *shape"],
         voxel_size: float | Sequence[float] | None = None,
         origin: float | Sequence[float] | None = None,
+        *,
+        rank: int | None = None,
     ) -> tuple[VoxelGrid, Shaped[torch.Tensor, "N C"]]:
-        """The sites of dense (B, C, *spatial) where any channel is not zero -> the grid and its features (N, C)."""
-        sites, features = sites_of(dense)
+        """The sites of dense (B, C, *spatial) where any channel is not zero -> the grid and its features (N, C).
+
+        ``rank`` is the number of spatial axes, checked where it is given. A volume (D, H, W) is ``dense[None, None]``.
+        """
+        sites, features = sites_of(dense, rank)
         return cls(sites, dense.shape[0], voxel_size, origin), features
 
     def to_dense(

@@ -46,6 +46,16 @@ def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
     return made
 
 
+def check_order(call: str, features: Any, coordinates: Any) -> None:
+    """Raise TypeError where integers come first and floating point second: the two are exchanged."""
+    both = [rows.dtype.is_floating_point for rows in (features, coordinates) if isinstance(rows, torch.Tensor)]
+    if both == [False, True]:
+        raise TypeError(
+            f"{call} takes features first, but they are {features.dtype} and the coordinates {coordinates.dtype}: "
+            "exchange the two"
+        )
+
+
 def axes(value: Any, rank: int, name: str, minimum: int | None = None) -> list[int]:
     """One whole number an axis, from one for all or a sequence of them.
 

@@ -4,6 +4,7 @@ from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.explanation import Explanation
 from sparseconv.plan.plan_set import PlanSet
 from sparseconv.plan.shared import shared_plan
+from sparseconv.plan.weights import PackedWeights
 from sparseconv.plan.within import plan_within
 
-__all__ = ["ConvolutionPlan", "Explanation", "PlanSet", "plan_within", "shared_plan"]
+__all__ = ["ConvolutionPlan", "Explanation", "PackedWeights", "PlanSet", "plan_within", "shared_plan"]

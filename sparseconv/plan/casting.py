@@ -38,7 +38,8 @@ def packed_as(taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if taps.dtype == dtype and taps.is_contiguous():
         return taps
     if torch.compiler.is_compiling() or current() is None or not taps.is_cuda:
-        return taps.to(dtype, memory_format=torch.contiguous_format)
+        same = taps.dtype == dtype  # of which Tensor.to returns what it was given, whatever its strides
+        return taps.contiguous() if same else taps.to(dtype, memory_format=torch.contiguous_format)
     if taps.requires_grad and torch.is_grad_enabled():
         return _Packed.apply(taps, dtype)
     return _copied(taps, torch.empty(taps.shape, dtype=dtype, device=taps.device))

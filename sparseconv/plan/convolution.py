@@ -34,7 +34,7 @@ from sparseconv.plan.arguments import (
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.held_maps import names_of
-from sparseconv.plan.weights import by_tap, packed
+from sparseconv.plan.weights import PackedWeights, by_tap, pack, packed, unpacked
 from sparseconv.torch_private import any_autocast
 
 if TYPE_CHECKING:
@@ -226,10 +226,7 @@ class ConvolutionPlan(Movable):
         """Rows of the largest buffer that a tap's edges need."""
         return self.kernel_map.max_pairs_per_tap
 
-    @property
-    def max_buffer_size(self) -> int:
-        """`max_pairs_per_tap`, by the name that plans of other libraries have for it."""
-        return self.max_pairs_per_tap
+    max_buffer_size = max_pairs_per_tap  # as other libraries call it
 
     @property
     def num_in(self) -> int:
@@ -257,20 +254,28 @@ class ConvolutionPlan(Movable):
     def explain(
         self,
         x: Float[torch.Tensor, "N_in C_in"],
-        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"] | PackedWeights,
     ) -> Explanation:
         """Which backend would execute this and why, what the others said, and what it costs; print it."""
         check_tensor("x", x)
-        check_tensor("weight", weight)
-        taps = by_tap(weight, self.kernel_size, self.num_taps)
+        given = unpacked(weight, self.kernel_size, self.window.offsets, self.groups, x)
+        check_tensor("weight", given)
+        taps = by_tap(given, self.kernel_size, self.num_taps)
         return explain(repr(self), self.backend, self.request(taps.shape[1] * self.groups, taps.shape[2], x.dtype))
 
     # ---- executing
 
+    def pack(self, weight: Float[torch.Tensor, " ..."]) -> PackedWeights:
+        """A weight in any layout of `execute`, copied once as kernels read it: frozen, taken in the weight's place.
+
+        Raises ValueError or TypeError for a weight that does not fit the taps, or is not floating point.
+        """
+        return pack(weight, self.kernel_size, self.window.offsets, self.groups)
+
     def execute(
         self,
         x: Float[torch.Tensor, "N_in C_in"],
-        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"] | PackedWeights,
         bias: Float[torch.Tensor, " C_out"] | None = None,
         *,
         residual: Float[torch.Tensor, "N_out C_out"] | None = None,
@@ -280,7 +285,7 @@ class ConvolutionPlan(Movable):
 
         Args:
             x: (N_in, C_in) floating point on the plan's device, any strides; rows in the order of ``source``.
-            weight: (K, C_in/G, C_out), or torch's (C_out, C_in/G, *kernel) where D > 1; dtype and device of x.
+            weight: (K, C_in/G, C_out), or torch's (C_out, C_in/G, *kernel) where D > 1, or packed; dtype, device of x.
             bias: (C_out,) or None.
             residual: (N_out, C_out) or None, added before the epilogue.
             epilogue: an activation made with `pointwise_dynamic`, or an `Epilogue` that binds its numbers. Inlined in
@@ -305,7 +310,7 @@ class ConvolutionPlan(Movable):
     def operands(
         self,
         x: Float[torch.Tensor, "N_in C_in"],
-        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"] | PackedWeights,
         bias: Float[torch.Tensor, " C_out"] | None = None,
         residual: Float[torch.Tensor, "N_out C_out"] | None = None,
     ) -> tuple[
@@ -315,12 +320,13 @@ class ConvolutionPlan(Movable):
         Float[torch.Tensor, "N_out C_out"] | None,
     ]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
-        check_places(self.kernel_map.device, x, weight, bias, residual)
-        taps = by_tap(weight, self.kernel_size, self.num_taps)
+        given = unpacked(weight, self.kernel_size, self.window.offsets, self.groups, x)
+        check_places(self.kernel_map.device, x, given, bias, residual)
+        taps = by_tap(given, self.kernel_size, self.num_taps)
         if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
             x, taps, bias, residual = autocast(x, taps, bias, residual)
         taps = packed(taps)
-        check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)
+        check_operands(self.kernel_map, self.groups, x, given, taps, bias, residual)
         return x, taps, bias, residual
 
     def localize(self, x: Shaped[torch.Tensor, "N_in ..."]) -> tuple[Shaped[torch.Tensor, "N_in ..."], ConvolutionPlan]:

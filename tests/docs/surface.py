@@ -14,7 +14,7 @@ from typing import Any
 import sparseconv
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("", *(f".{name}" for name in (*sparseconv.MODULES, "plan")))
+ROOMS = ("", *(f".{name}" for name in sparseconv.MODULES))
 #: methods with two underscores that a user calls without naming them
 CALLED = ("__init__", "__call__")
 #: names of other libraries, whose signatures are theirs

@@ -138,13 +138,21 @@ LISTED = set(re.findall(r"\w+", " ".join(re.findall(r"members: \[(.*?)\]", REFER
 LISTED |= {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("module", [*sparseconv.MODULES, "plan"])
+@pytest.mark.parametrize("module", sparseconv.MODULES)
 def test_every_public_name_is_documented(module):
     """It stands in docs/api, and has a docstring with an example."""
     room = import_module(f"sparseconv.{module}")
     assert [name for name in room.__all__ if name not in LISTED] == []
     things = {name: getattr(room, name) for name in room.__all__ if callable(getattr(room, name))}
     assert [name for name, thing in things.items() if ">>>" not in (thing.__doc__ or "")] == []
+
+
+def test_pages_name_the_public_modules():
+    """README, the page on stability, and `sparseconv.MODULES` the same."""
+    (readme,) = re.findall("^- Public modules: (.*);", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (stable,) = re.findall(r"^\| (`sc\.distributed`.*?) \|", (ROOT / "docs" / "stability.md").read_text(), re.MULTILINE)
+    for words in (readme, stable):
+        assert re.findall(r"`sc\.(\w+)`", words) == list(sparseconv.MODULES)
 
 
 def test_examples_of_functions_that_a_call_makes_run():

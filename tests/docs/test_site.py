@@ -44,7 +44,7 @@ def test_pages_load_nothing_from_elsewhere(site):
         assert [s for s in sources if s.startswith(("http:", "https:", "//"))] == [], page
 
 
-@pytest.mark.parametrize("module", ["", *sparseconv.MODULES, "plan"])
+@pytest.mark.parametrize("module", ["", *sparseconv.MODULES])
 def test_public_names_are_in_the_reference(site, module):
     """Each has a heading and words of its own: mkdocstrings leaves out what it finds no docstring of."""
     found = "".join(page.read_text() for page in (site / "api").glob("*.html"))

@@ -11,6 +11,7 @@ import torch
 import sparseconv as sc
 import sparseconv.interop.minkowski as ME
 import sparseconv.interop.spconv.pytorch as spconv
+import sparseconv.interop.torchsparse as torchsparse
 from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid, nn
 from sparseconv.geometry.edges import find_edges
 from sparseconv.geometry.fixed_grid import FixedGrid
@@ -314,3 +315,79 @@ def test_far_positions_in_float32_are_voxels_with_a_warning():
         sc.voxelize(points, 0.25)
         sc.voxelize(points.double(), 0.1)
         sc.voxelize(torch.zeros(2, 2), 0.1)
+
+
+def rows_of(scenes: list[int], seed: int = 0) -> torch.Tensor:
+    """Sorted voxels in 3 axes of scenes of so many points, the batch item first."""
+    generator = torch.Generator().manual_seed(seed)
+    items = [torch.unique(torch.randint(0, 20, (count, 3), generator=generator), dim=0) for count in scenes]
+    return torch.cat([torch.nn.functional.pad(item, (1, 0), value=b) for b, item in enumerate(items)])
+
+
+@pytest.mark.parametrize("scenes", [[3000], [900, 5, 700]])
+def test_a_batch_column_that_comes_last_is_noticed(scenes):
+    first = rows_of(scenes)
+    last = first.roll(-1, 1)
+    with pytest.warns(UserWarning, match=r"20 batch items.*last column is.*coords.roll\(1, 1\).*batch_size=") as seen:
+        VoxelGrid(last)
+    assert seen[0].filename == __file__
+    assert torch.equal(last.roll(1, 1), first)
+    with pytest.raises(ValueError, match=r"batch item 19, but batch_size is .*coords.roll\(1, 1\)"):
+        VoxelGrid(last, batch_size=len(scenes))
+    with pytest.raises(ValueError, match=r"start at 0; got -1\..*coords.roll\(1, 1\)"):
+        VoxelGrid(last - torch.tensor([1, 0, 0, 0]))
+
+
+def test_a_batch_column_that_comes_first_is_not_warned_of():
+    many = rows_of([60] * 12)
+    flat = torch.unique(many * torch.tensor([1, 1, 1, 0]), dim=0)  # all scenes in the plane 0 of the last axis
+    low = torch.unique(many // torch.tensor([1, 1, 1, 5]), dim=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for coords in (rows_of([3000]), many, low, low[torch.randperm(len(low))], many[:0], many[:1]):
+            VoxelGrid(coords)
+        VoxelGrid(flat, batch_size=12)
+        VoxelGrid(torch.tensor([[0, 0, 0], [1, 0, 0]]))
+        VoxelGrid.cat([VoxelGrid(flat, 12), VoxelGrid(flat, 12)]).coarsen(2).to("cpu")
+
+
+def test_the_limit_of_coordinates_is_the_stated_one():
+    VoxelGrid(torch.tensor([[0, 2**31 - 2]]))
+    for value in (2**31 - 1, 2**31):
+        with pytest.raises(ValueError, match=f"from -2147483648 to 2147483646.*got values from .* to {value}"):
+            VoxelGrid(torch.tensor([[0, value]]))
+
+
+def test_a_volume_without_batch_is_noticed():
+    volume = torch.zeros(8, 8, 8)
+    volume[2:4, 2:4, 2:4] = 1
+    for make in (VoxelGrid.from_dense, sc.SparseTensor.from_dense):
+        with pytest.warns(
+            UserWarning, match=r"8 batch items of 8 channels along one axis.*dense\[None, None\]"
+        ) as seen:
+            make(volume)
+        assert seen[0].filename == __file__
+        with pytest.raises(ValueError, match=r"rank=3 spatial axes; got \(8, 8, 8\)"):
+            make(volume, rank=3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make(volume, rank=1)
+            make(volume[None, None], rank=3)
+    assert len(sc.SparseTensor.from_dense(volume[None, None]).grid) == 8
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda f, c: spconv.SparseConvTensor(f, c, [9, 9, 9], 1),
+        ME.SparseTensor,
+        ME.TensorField,
+        torchsparse.SparseTensor,
+    ],
+)
+def test_features_and_coordinates_that_are_exchanged(make):
+    coords = rows_of([50]).int()
+    features = torch.randn(len(coords), 4)
+    make(features, coords)
+    with pytest.raises(TypeError, match=r"features first, but they are torch.int32 .* torch.float32: exchange the two"):
+        make(coords, features)

@@ -108,7 +108,7 @@ def test_dense_round_trip(case):
     assert dense.shape == (3, 3, *[9] * rank)
     for row, feature in zip(rows, features):
         assert torch.equal(dense[(row[0], slice(None), *(v + 4 for v in row[1:]))], feature)
-    back, values = VoxelGrid.from_dense(dense)
+    back, values = VoxelGrid.from_dense(dense, rank=rank)
     assert rows_of(back) == {(r[0], *(v + 4 for v in r[1:])) for r in rows}
     assert torch.equal(back.to_dense(values, (9,) * rank), dense)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from contextlib import ExitStack
 
@@ -887,3 +888,14 @@ def test_what_fails_while_a_call_is_recorded_is_named():
     for seed in range(3):
         step(net, segment, seed)
     assert "eager: KeyError: 'fixed'" in nn.explain(net)
+
+
+def test_accelerate_says_where_it_changes_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(UserWarning, match="sc.accelerate changes nothing here: it replays CUDA graphs") as seen:
+        sc.accelerate(nn.UNet(4, 3, channels=(8, 16)))
+    assert [warning.filename for warning in seen] == [__file__]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sc.accelerate(nn.UNet(4, 3, channels=(8, 16)))

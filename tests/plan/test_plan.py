@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv.plan import shared_plan
+from sparseconv.plan.weights import by_tap
 from tests.cases import CASES, build, operands
 
 
@@ -357,3 +360,112 @@ def test_a_map_of_other_shapes_is_refused():
         sc.KernelMap(3, 3, 3, pairs=(rows, rows, torch.tensor([0, 1, 3])))
     with pytest.raises(ValueError, match=r"\(P,\) and \(2,\) for 1 taps"):
         sc.KernelMap(3, 3, 1, pairs=(rows, rows[:2], torch.tensor([0, 3])))
+
+
+# ---- weights packed once, and weights of which the layout is ambiguous
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_packed_weights_give_what_the_weight_gives(grid, dtype, groups):
+    plan = sc.ConvolutionPlan(grid, (1, 2, 3), groups=groups)
+    x, bias = torch.randn(len(grid), 4).to(dtype), torch.randn(6).to(dtype)
+    foreign = torch.randn(6, 4 // groups, 1, 2, 3).to(dtype)
+    by_tap = foreign.flatten(2).permute(2, 1, 0)
+    want = plan.execute(x, by_tap.contiguous(), bias)
+    for weight in (foreign, by_tap, by_tap.contiguous()):
+        packed = plan.pack(weight)
+        assert (packed.shape, packed.dtype, packed.device) == (by_tap.shape, dtype, x.device)
+        assert torch.equal(plan.execute(x, packed, bias), want)
+        assert torch.equal(plan.execute(x, pickle.loads(pickle.dumps(packed)), bias), want)
+        assert packed.to("cpu") is packed
+        assert str(plan.explain(x, packed)) == str(plan.explain(x, weight))
+    elsewhere = sc.ConvolutionPlan(grid.coarsen(2), (1, 2, 3), groups=groups)  # a weight is of no scene
+    assert elsewhere.execute(x[: elsewhere.num_in], packed).shape == (elsewhere.num_in, 6)
+
+
+def test_packed_weights_are_frozen(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    x, weight = torch.randn(len(grid), 4), torch.randn(27, 4, 6)
+    packed, want = plan.pack(weight), plan.execute(x, weight)
+    weight.zero_()
+    assert torch.equal(plan.execute(x, packed), want)
+    with pytest.raises(AttributeError):
+        packed._tensor = weight
+
+
+def test_packed_weights_give_gradients_to_the_others_alone(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    x, bias = (torch.randn(*shape, requires_grad=True) for shape in ((len(grid), 4), (6,)))
+    weight = torch.nn.Parameter(torch.randn(27, 4, 6))
+    with pytest.raises(ValueError, match=r"requires a gradient, .*no_grad\(\), .*pack weight.detach\(\)"):
+        plan.execute(x, plan.pack(weight))
+    with torch.no_grad():
+        assert torch.equal(plan.execute(x, plan.pack(weight)), plan.execute(x, weight))
+    with torch.inference_mode():
+        packed = plan.pack(weight.detach())
+    plan.execute(x, packed, bias).square().sum().backward()
+    want = torch.autograd.grad(plan.execute(x, weight, bias).square().sum(), (x, bias))
+    assert torch.equal(x.grad, want[0])
+    assert torch.equal(bias.grad, want[1])
+
+
+def test_packed_weights_of_another_layout_or_dtype_are_refused(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    x, packed = torch.randn(len(grid), 4), plan.pack(torch.randn(27, 4, 6))
+    for other, words in (
+        (sc.ConvolutionPlan(grid, (27, 1, 1)), r"kernel_size \(27, 1, 1\), .* for kernel_size \(3, 3, 3\)"),
+        (sc.ConvolutionPlan(grid, taps=plan.window.offsets), r"27 explicit taps, .* for kernel_size \(3, 3, 3\)"),
+        (plan.with_groups(2), "groups=2, but .* for 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            other.execute(x, packed)
+        with pytest.raises(ValueError, match="pack them by this plan"):
+            other.explain(x, packed)
+    with pytest.raises(TypeError, match=r"computes in torch.float64, but .* packed in torch.float32: pack weight.to"):
+        plan.execute(x.double(), packed)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match=r"computes in torch.bfloat16, but"):
+            plan.execute(x, packed)
+        assert plan.execute(x, plan.pack(torch.randn(27, 4, 6).bfloat16())).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"x has 4 channels"):
+        plan.execute(x, plan.pack(torch.randn(27, 6, 4)))
+    for weight, error in ((torch.randn(9, 4, 6), ValueError), (torch.ones(27, 4, 6).long(), TypeError), (3, TypeError)):
+        with pytest.raises(error, match="weight"):
+            plan.pack(weight)
+
+
+def test_a_compiler_takes_packed_weights(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    x, packed = torch.randn(len(grid), 4), plan.pack(torch.randn(6, 4, 3, 3, 3))
+    compiled = torch.compile(lambda x: plan.execute(x, packed), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), plan.execute(x, packed))
+
+
+def test_a_weight_that_fits_two_layouts_is_warned_of(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    x, weight = torch.randn(len(grid), 3), torch.randn(8, 3, 3, 3, 3)
+    for use in (lambda: plan.execute(x, weight), lambda: plan.pack(weight), lambda: plan.explain(x, weight)):
+        with pytest.warns(UserWarning, match=r"\(8, 3, 3, 3, 3\) is taken in torch's layout .* spconv's") as seen:
+            use()
+        assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said = plan.execute(x, weight.flatten(2).permute(2, 1, 0))  # as the warning says
+        assert not torch.equal(said, plan.execute(x, weight.flatten(1, -2).permute(1, 2, 0)))
+        plan.execute(torch.randn(len(grid), 4), torch.randn(8, 4, 3, 3, 3))
+        sc.ConvolutionPlan(grid, (3, 3, 1)).execute(x, torch.randn(8, 3, 3, 3, 1))
+        one = sc.ConvolutionPlan(grid, 1)
+        one.execute(x[:, :1], torch.randn(8, 1, 1, 1, 1))
+    with pytest.warns(UserWarning, match="torch's layout"):
+        assert torch.equal(said, plan.execute(x, weight))
+
+
+def test_a_weight_packed_for_a_call_is_contiguous(grid):
+    plan, x = sc.ConvolutionPlan(grid, 3), torch.randn(len(grid), 4)
+    for weight in (torch.randn(8, 4, 3, 3, 3), torch.randn(27, 8, 4).transpose(1, 2)):
+        for context in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+            with context:
+                taps = plan.operands(x, weight)[1]
+                assert taps.is_contiguous()
+                assert torch.equal(taps, by_tap(weight, (3, 3, 3), 27).to(taps.dtype))

@@ -346,3 +346,13 @@ def test_every_kernel_of_the_library_compiles_ahead_of_time(tmp_path):
 @pytest.mark.slow
 def test_kernels_compile_for_other_cards(tmp_path):
     _compile_ahead(["add", "select", "dropout", "batch_affine", "gelu", "80", "86", "89", "100", "120"], tmp_path)
+
+
+def test_bools_have_no_difference():
+    yes, number = torch.tensor([True, False], device=DEVICE), torch.tensor([1, 2], device=DEVICE)
+    for x, y in ((yes, yes), (yes, number), (number, yes), (yes, 1), (number, True)):
+        with pytest.raises(TypeError, match="bools have no difference"):
+            pw.sub(x, y)
+        with pytest.raises(RuntimeError, match="Subtraction"):
+            torch.sub(x, y)
+    assert pw.add(yes, yes).tolist() == [True, False]

@@ -10,14 +10,27 @@ import torch
 from sparseconv import transforms
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange, per_axis
-from sparseconv.kinds import check_values
+from sparseconv.kinds import check_values, warn
 
 
-def sites_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sites of dense (B, C, *spatial) where any channel is not zero: coords (N, 1+D) and features (N, C)."""
+def sites_of(dense: torch.Tensor, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sites of dense (B, C, *spatial) where any channel is not zero: coords (N, 1+D) and features (N, C).
+
+    ``rank`` is the number of spatial axes, where the caller says it.
+    """
     check_values("dense", dense, "(B, C, *spatial)")
-    if not 3 <= dense.ndim <= 6:
-        raise ValueError(f"expected dense (B, C, *spatial) with 1 to 4 spatial axes; got {tuple(dense.shape)}")
+    if not 3 <= dense.ndim <= 6 or rank not in (None, dense.ndim - 2):
+        axes = "1 to 4 spatial axes" if rank is None else f"rank={rank} spatial axes"
+        raise ValueError(
+            f"expected dense (B, C, *spatial) with {axes}; got {tuple(dense.shape)}: a volume without batch and "
+            "channels goes in as dense[None, None]"
+        )
+    if rank is None and dense.ndim == 3 and not torch.compiler.is_compiling():
+        items, channels, _ = dense.shape
+        warn(
+            f"dense {tuple(dense.shape)} is taken as {items} batch items of {channels} channels along one axis; a "
+            "volume (D, H, W) goes in as dense[None, None]. Where one axis is meant, rank=1 says so"
+        )
     sites = (dense != 0).any(1).nonzero()
     features = dense.movedim(1, -1)[tuple(sites.unbind(1))]
     return sites, features

@@ -219,6 +219,7 @@ class ConvolutionPlan:
                 f"the plan takes the channel pairs {self._channel_pairs}; the weights' is "
                 f"({weights.shape[1]}, {weights.shape[0]})"
             )
+        weights = weights.flatten(2).permute(2, 1, 0)  # which no other library's layout looks like
         if isinstance(data, torch.Tensor):
             if self.source_grid_batch.grid_count != 1:
                 raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.interop.arguments import axes, lower_corners, whole
+from sparseconv.interop.arguments import axes, check_order, lower_corners, whole
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.kinds import Axes, check_mode, convert_to_int_list
@@ -74,6 +74,7 @@ class SparseTensor(Tensor):
     ) -> None:
         features = checked_features(feats if features is None else features)
         coordinates = coords if coordinates is None else coordinates
+        check_order("SparseTensor(features, coordinates, ...)", features, coordinates)
         key: Any = coords_key if coordinate_map_key is None else coordinate_map_key
         manager: Any = coords_manager if coordinate_manager is None else coordinate_manager
         _check_source(coordinates, key, manager)
@@ -269,6 +270,7 @@ class TensorField(Tensor):
         device: torch.device | str | int | None = None,
     ) -> None:
         features = checked_features(features)
+        check_order("TensorField(features, coordinates, ...)", features, coordinates)
         key: Any = coordinate_field_map_key
         manager: Any = coordinate_manager
         check_mode("quantization_mode", quantization_mode, Mode)

@@ -11,7 +11,7 @@ import torch
 
 from sparseconv.geometry.arguments import own, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, is_unwritten, scaled
+from sparseconv.interop.arguments import axes, check_order, is_unwritten, scaled
 from sparseconv.interop.torchsparse.conventions import (
     Version,
     get_allow_negative_coordinates,
@@ -161,6 +161,7 @@ class SparseTensor:
         for name, rows in (("feats", feats), ("coords", coords)):
             if not isinstance(rows, np.ndarray):
                 check_tensor(name, rows, "or a numpy array until tensors are collated")
+        check_order("SparseTensor(feats, coords, ...)", feats, coords)
         self.feats = feats
         self.coords = own(coords) if isinstance(coords, torch.Tensor) and coords.is_inference() else coords
         self.stride = strides(stride)

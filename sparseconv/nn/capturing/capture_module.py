@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.kinds import warn
 from sparseconv.nn.capturing.module import Captured
 from sparseconv.nn.capturing.region import is_sparse_layer
 
@@ -42,6 +43,8 @@ def accelerate(model: Module) -> Module:
         raise ValueError(
             f"{type(model).__name__} has no sparse layer: neither of sparseconv.nn nor of sparseconv.interop's names"
         )
+    if not torch.cuda.is_available():
+        warn("sc.accelerate changes nothing here: it replays CUDA graphs, and torch.cuda.is_available() is False")
     for part in parts:
         _capture(part, model)
     return model

@@ -212,10 +212,16 @@ def sub(
 ) -> Shaped[torch.Tensor, "*shape"]:
     """The difference out = x - alpha * y, broadcast; arguments as in `add`.
 
+    Raises:
+        TypeError: if x or y is bool, as torch refuses, besides what `add` raises.
+
     Example:
         >>> sub(torch.ones(2), 3)
         tensor([-2., -2.])
     """
+    for operand in (x, y):
+        if (operand.dtype is torch.bool) if isinstance(operand, _ARRAYS) else isinstance(operand, bool):
+            raise TypeError("sub: bools have no difference: x ^ y says where they differ, ~y is the opposite")
     return add(x, y, -alpha, out=out)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sparseconv.geometry.arguments import INTEGERS, checked_coords, no_batch, own
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, whole
+from sparseconv.interop.arguments import axes, check_order, whole
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside
 from sparseconv.interop.spconv.pytorch.tracing import Traced
@@ -62,6 +62,7 @@ class SparseConvTensor(metaclass=Traced):
     ) -> None:
         _check_features("features", features)
         check_tensor("indices", indices, "(N, 1+D) integers")
+        check_order("SparseConvTensor(features, indices, ...)", features, indices)
         if features.ndim != 2 or indices.ndim != 2:
             raise ValueError(
                 f"features must be (N, C) and indices (N, 1+D); got {tuple(features.shape)} and {tuple(indices.shape)}"
