@@ -9,6 +9,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from sparseconv.backends.base import Request  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm import steps  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     ConvConfig,
@@ -191,3 +192,30 @@ def test_a_choice_depends_on_the_size_of_a_map_and_not_on_its_rows():
 
     assert work_of(request(1000, 500), True) == work_of(request(1010, 505), True)
     assert work_of(request(1000, 500), True) != work_of(request(1400, 700), True)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_explanation_names_tiles_and_the_workspace_that_is_taken(dtype, monkeypatch):
+    taken = [0]
+
+    def recorded(*shape, dtype, device):
+        taken.append(torch.Size(shape).numel() * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    monkeypatch.setattr(steps, "scratch", recorded)
+    kernel_map = build(Case("two voxels", voxels=2)).kernel_map
+    backend, request = TritonImplicitGemm(), Request(kernel_map, torch.device("cpu"), dtype, 32, 16)
+    x, w, grad = (torch.randn(*shape).to(dtype) for shape in ((2, 32), (27, 32, 16), (2, 16)))
+    backend.forward(x, w, kernel_map, 1)
+    backend.gradients(x, w, grad, kernel_map, 1)
+    most = backend.workspace_bytes(request)
+    assert max(taken) <= most <= 1 << 20
+    forward, waste, input_gradient, weight_gradient = backend.describe(request)
+    config = conv_candidates(work_of(request, True))[0]
+    assert f"tiles of {config.block_m} rows x {config.block_n} channels, {config.block_k} contracted" in forward
+    assert f"for {kernel_map.num_pairs} pairs" in waste
+    assert input_gradient.startswith("input gradient: ")
+    assert weight_gradient.startswith("weight gradient: ")
+    assert backend.describe(Request(kernel_map, torch.device("cpu"), dtype, 0, 16)) == ["there is nothing to multiply"]
+    assert backend.workspace_bytes(Request(kernel_map, torch.device("cpu"), dtype, 0, 16)) == 0

@@ -14,7 +14,7 @@ import torch
 from sparseconv.backends.base import Backend, Request, with_dense_rows
 from sparseconv.backends.float8 import FLOAT8
 from sparseconv.backends.triton_implicit_gemm.config import (
-    PARTIAL_BYTES,
+    FLOATING,
     ConvConfig,
     WeightGradConfig,
     Work,
@@ -32,8 +32,11 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
     precision_of,
     work_of,
 )
-from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
+from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe, max_jobs, tiles_of
 from sparseconv.geometry.cards import refusal
+from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, most_jobs
+from sparseconv.geometry.gpu.tiles.schedule import SLOT_ALIGNMENT
+from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import listing, scratch
 
@@ -177,9 +180,57 @@ class TritonImplicitGemm(Backend):
 
     def workspace_bytes(self, request: Request) -> int:
         """The most memory that one verb allocates besides its result, in bytes: fp32 sums, or a copy of the weight."""
-        size = 4 * request.kernel_map.num_taps * (request.c_in // max(1, request.groups)) * request.c_out
-        copy = size // 4 * request.dtype.itemsize if min(request.c_in, request.c_out) >= 256 else 0
-        return max(size + PARTIAL_BYTES, copy)
+        kernel_map, groups = request.kernel_map, request.groups
+        weight = kernel_map.num_taps * (request.c_in // groups) * request.c_out
+        if not weight:
+            return 0
+        most = 0
+        for aligned in (True, False):
+            for transposed in (False, True):
+                work = work_of(request, aligned, transposed)
+                rows = kernel_map.num_in if transposed else kernel_map.num_out
+                for config in conv_candidates(work):
+                    copy = weight * request.dtype.itemsize if config.weight_copy else 0
+                    slots = config.split * -(-rows // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if config.split > 1 else 0
+                    most = max(most, copy + 4 * slots * work.group_out * groups)
+            work = work_of(request, aligned)
+            for form in weight_grad_candidates(work) if request.dtype in FLOATING else ():
+                jobs = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs(form, work), JOB_QUANTUM)
+                partial_sums = 0 if jobs == kernel_map.num_taps else 4 * jobs * (weight // kernel_map.num_taps)
+                most = max(most, partial_sums)
+        return most
+
+    def describe(self, request: Request) -> list[str]:
+        """The tiles of each verb, and what the row order of the forward wastes. Reads sizes back from the device."""
+        kernel_map, groups = request.kernel_map, request.groups
+        if not kernel_map.num_pairs or not min(request.c_in, request.c_out):
+            return ["there is nothing to multiply"]
+        lines = []
+        for verb, transposed in (("forward", False), ("input gradient", True)):
+            work = work_of(request, True, transposed)
+            config = conv_candidates(work)[0]
+            schedule = schedule_of(kernel_map, config.block_m, transposed, config.split, config.chunked)
+            blocks = -(-work.pack * work.group_out // config.block_n) * -(-groups // work.pack)
+            size = f"{config.block_m} rows x {config.block_n} channels, {config.block_k} contracted at once"
+            more = [f"{config.warps} warps", f"{config.stages} stages"]
+            more += ["Gluon"] * config.gluon + [f"taps in {config.split} groups"] * (config.split > 1)
+            live = int((schedule.tile_counts > 0).sum())
+            lines.append(f"{verb}: {live * blocks:,} tiles of {size} ({', '.join(more)})")
+            if not transposed and request.dtype not in FLOATING:
+                return lines
+            if not transposed:
+                rows = config.block_m * int(schedule.tile_counts.sum())
+                waste = f"{rows:,} rows of taps for {kernel_map.num_pairs:,} pairs"
+                lines.append(f"  its tiles multiply {waste}, {rows / kernel_map.num_pairs:.2f} times as many")
+        work = work_of(request, True)
+        form = weight_grad_candidates(work)[0]
+        jobs = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs(form, work), JOB_QUANTUM)
+        size = f"{form.block_i} x {form.block_o} channels, {form.block_p} pairs at once"
+        lines.append(
+            f"weight gradient: {jobs * tiles_of(form, work):,} tiles of {size} "
+            f"({form.warps} warps, {form.stages} stages{', Gluon' * form.gluon}), {jobs:,} runs of pairs"
+        )
+        return lines
 
     def steady_rows(self, request: Request) -> float:
         """Rows from which on each is summed in one order: as many as keep the card busy, so that no tap is split."""

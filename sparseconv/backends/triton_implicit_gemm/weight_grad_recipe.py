@@ -25,6 +25,19 @@ from sparseconv.gpu.program import Fixed, Launch, Program
 REDUCED = 256
 
 
+def tiles_of(config: WeightGradConfig, work: Work) -> int:
+    """Tiles of the weight gradient of a tap, each a program's."""
+    packs = -(-work.groups // work.pack)
+    blocks_i = -(-work.pack * work.group_in // config.block_i)
+    return packs * blocks_i * -(-work.pack * work.group_out // config.block_o)
+
+
+def max_jobs(config: WeightGradConfig, work: Work) -> int:
+    """Jobs that all taps share, at most: as many as fill the GPU, and whose partial sums fit `PARTIAL_BYTES`."""
+    size = work.group_in * work.group_out * work.groups
+    return min(PARTIAL_BYTES // (4 * size), config.programs // tiles_of(config, work))
+
+
 class WeightGradRecipe:
     """The weight gradient of one configuration, for operands like these: the jobs' sums, then their reduction."""
 
@@ -34,10 +47,8 @@ class WeightGradRecipe:
         self._config, self._work, self._num_taps = config, work, num_taps
         self._strides = (x.stride(0), grad_out.stride(0))
         self._size = work.group_in * work.group_out * work.groups
-        packs = -(-work.groups // work.pack)
-        blocks_i = -(-work.pack * work.group_in // config.block_i)
-        self._tiles = packs * blocks_i * -(-work.pack * work.group_out // config.block_o)
-        self._max_jobs = min(PARTIAL_BYTES // (4 * self._size), config.programs // self._tiles)
+        self._tiles = tiles_of(config, work)
+        self._max_jobs = max_jobs(config, work)
         self._kept = Kept()
 
     def bind(self, kernel_map: KernelMap) -> Step | Launch:
