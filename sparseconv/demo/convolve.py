@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -16,12 +15,8 @@ from sparseconv.geometry import VoxelGrid, voxelize
 from sparseconv.nn import UNet
 from sparseconv.plan import shared_plan
 from sparseconv.tensor import SparseTensor
-from sparseconv.viz.figures import new_figure, save_figure
-from sparseconv.viz.solid import scatter3d
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from sparseconv.viz import show
+from sparseconv.viz.view import View
 
 CHANNELS = (16, 32, 64)
 
@@ -89,7 +84,7 @@ def convolve_cloud(
         f"{max(0.0, first - scene):.2f} s more: kernels are compiled once.)",
         highlight=False,
     )
-    save_figure(cloud_figure(grid, file.name), output)
+    cloud_view(grid, file.name).save(output)
     console.print(f"Picture: [bold]{output}[/]")
     return True
 
@@ -119,41 +114,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def cloud_figure(grid: VoxelGrid, name: str) -> Figure:
-    """The cloud from the side and from above, coloured by height and by neighbours, and how many voxels have."""
-    plan = shared_plan(grid, 3)
-    neighbours = (plan.kernel_map.neighbors >= 0).sum(0).cpu()
-    grid = grid.to("cpu")
-    shown = _within(grid)
-    part, rest = grid.subset(shown), len(grid) - int(shown.sum())
-    height = part.positions()[:, 2]
-    low, high = (height.kthvalue(max(1, round(share * len(height)))).values for share in (0.02, 0.98))
-    with new_figure(13.6, 6.2) as figure:
-        areas = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(1.5, 1))
-        side_view = figure.add_subplot(areas[:, 0], projection="3d", computed_zorder=False)
-        scatter3d(
-            side_view,  # type: ignore[arg-type]
-            part,
-            height,
-            cmap="viridis",
-            vmin=float(low),
-            vmax=float(high),
-            s=1.6,
-            most=60_000,
-            true_size=True,
-        )
-        side_view.set_title(
-            "voxels, coloured by height z" + f" ({rest:,} far ones left out)" * (rest > 0), fontweight="bold"
-        )
-        above = figure.add_subplot(areas[0, 1])
-        _from_above(figure, above, part, neighbours[shown])
-        _neighbour_bars(figure.add_subplot(areas[1, 1]), plan.coverage, plan.num_taps)
-        figure.suptitle(
-            f"{name}: {len(grid):,} voxels of {grid.voxel_size[0]:g} (the file's unit), "
-            f"{plan.kernel_map.num_pairs:,} pairs of neighbours in a 3×3×3 window",
-            fontsize=12,
-        )
-    return figure
+def cloud_view(grid: VoxelGrid, name: str) -> View:
+    """The cloud, coloured by height, without a few voxels that lie far away."""
+    pairs = shared_plan(grid, 3).kernel_map.num_pairs
+    near = _within(grid)
+    rest = len(grid) - int(near.sum())
+    title = f"{name}: {len(grid):,} voxels of {grid.voxel_size[0]:g}, {pairs:,} pairs of neighbours in a 3×3×3 window"
+    return show(grid.subset(near), title=title + f" ({rest:,} far ones left out)" * (rest > 0))
 
 
 def _within(grid: VoxelGrid, share: float = 0.01) -> torch.Tensor:
@@ -164,40 +131,3 @@ def _within(grid: VoxelGrid, share: float = 0.01) -> torch.Tensor:
     low, high = ordered[margin], ordered[len(grid) - 1 - margin]
     room = 0.1 * (high - low) + 1
     return ((coords >= low - room) & (coords <= high + room)).all(1)
-
-
-def _from_above(figure: Figure, axes: Axes, grid: VoxelGrid, neighbours: torch.Tensor) -> None:
-    """The mean number of neighbours of each column of voxels."""
-    box = grid.extent
-    flat = (grid.coords[:, 1:3].long() - torch.tensor(box.start[:2])) @ torch.tensor([1, box.shape[0]])
-    shrink = max(1, -(-max(box.shape[:2]) // 1500))  # no more cells than the picture has dots
-    columns, rows = (-(-n // shrink) for n in box.shape[:2])
-    place = flat.div(box.shape[0], rounding_mode="floor") // shrink * columns + flat % box.shape[0] // shrink
-    count = torch.bincount(place, minlength=columns * rows)
-    mean = torch.bincount(place, weights=neighbours.double(), minlength=columns * rows) / count
-    edges: list[float] = []
-    for axis in range(2):
-        start = grid.origin[axis] + grid.voxel_size[axis] * box.start[axis]
-        edges += [start, start + grid.voxel_size[axis] * shrink * (columns, rows)[axis]]
-    shown = axes.imshow(
-        mean.view(rows, columns).numpy(),
-        origin="lower",
-        extent=(edges[0], edges[1], edges[2], edges[3]),
-        cmap="magma",
-        interpolation="nearest",
-    )
-    figure.colorbar(shown, ax=axes, label="mean neighbours", shrink=0.85)
-    axes.set_xlabel("x")
-    axes.set_ylabel("y")
-    axes.set_title("from above", fontweight="bold")
-
-
-def _neighbour_bars(axes: Axes, coverage: torch.Tensor, taps: int) -> None:
-    """How many voxels have 1, 2, ... neighbours, themselves included."""
-    shares = (coverage[1:] / coverage.sum() * 100).tolist()
-    axes.bar(range(1, taps + 1), shares, color="#2a7f62")
-    axes.set_xlabel(f"occupied cells in the window of {taps}, the voxel itself included")
-    axes.set_ylabel("% of voxels")
-    axes.spines[["top", "right"]].set_visible(False)
-    mean = sum(n * share for n, share in enumerate(shares, 1)) / 100
-    axes.set_title(f"{mean:.1f} of {taps} taps find a neighbour: a dense convolution computes all", fontsize=9)

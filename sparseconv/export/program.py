@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from sparseconv.files import check_place, written_whole
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_kind, check_tensor
+from sparseconv.ops.comparing import same
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
@@ -154,9 +155,5 @@ def checked(net: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch
 def _compare(got: Any, want: Any) -> None:
     """Raise ValueError where two results differ in a bit, but for the kind of a NaN."""
     for number, (mine, theirs) in enumerate(zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)):
-        if isinstance(theirs, torch.Tensor):
-            same = torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.nan_to_num(), theirs.nan_to_num())
-        else:
-            same = mine == theirs
-        if not same:
+        if not same(mine, theirs):
             raise ValueError(f"the exported program differs from the network on the example, in result {number}")

@@ -1,4 +1,4 @@
-"""How far two results of one network are apart, where sums may run in another order."""
+"""Whether two results of one network agree: in every number, or as far as sums in another order allow."""
 
 from __future__ import annotations
 
@@ -12,6 +12,26 @@ from sparseconv.torch_private import pytree
 
 #: the part of its rms by which sums in another order may change a result, by the bits of a number
 NOISE = {16: 0.05, 32: 0.01, 64: 1e-6}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two results, or arguments, are equal in structure and in every number; one NaN is like another.
+
+    >>> same({"x": torch.tensor([1.0, float("nan")])}, {"x": torch.tensor([1.0, float("nan")])}), same([1], (1,))
+    (True, False)
+    """
+    if isinstance(a, torch.Tensor):
+        if a is b or not isinstance(b, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
+            return a is b
+        has_nan = a.is_floating_point() or a.is_complex()
+        if has_nan and torch.equal(a.isnan(), b.isnan()):
+            a, b = (t.nan_to_num(0.0, math.inf, -math.inf) for t in (a, b))
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
 
 
 def apart(found: Any, wanted: Any) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +15,6 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.cells import Histogram, Tree, cells_of, halve, inside, shifts_for, side, trimmed, voxels_of
 from sparseconv.streaming.device.ordering import OnCard, OnHost
 from sparseconv.streaming.device.pipeline import Direct, pipeline_of, to_device
-from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.store import Store
 from sparseconv.trace.boxes import FAR, union, within
 
@@ -52,8 +50,7 @@ class Blocks:
     Coordinates (N, 1+D) are read piece by piece and never held as a whole. The cuts are found by counting voxels in
     cells, and depend on the set of voxels and the limits alone. Within a block rows keep their order.
 
-    Several ranks read a part of the coordinates each, and write one order that all of them see. Where the order lies
-    on a GPU, ``order_on``, each finds it whole.
+    The order lies in the store, or on a GPU, ``order_on``. Of several ranks each finds its own.
     """
 
     def __init__(
@@ -70,10 +67,9 @@ class Blocks:
         #: memory for the cells of rows, which are found twice where it does not do
         self.spare_bytes = spare_bytes
         self.coords, self.piece, self.device = coords, piece, device
-        self.ranks = store.ranks if order_on is None else ALONE
         kind = torch.int32 if len(coords) < 2**31 else torch.int64
         if order_on is None:
-            self.order = store.shared("order", (len(coords),), kind)
+            self.order = store.scratch("order", (len(coords),), kind)
             self._scratch = partial(store.scratch, "order.sorted", (len(coords),), kind)
         else:
             self.order = torch.empty(len(coords), dtype=kind, device=order_on)
@@ -87,21 +83,10 @@ class Blocks:
         self.refine(limit)
 
     def refine(self, limit: int) -> None:
-        """Cut leaves that hold more than ``limit`` voxels; all ranks call it."""
-        limit, root, ranks = max(1, limit), self.root, self.ranks
+        """Cut leaves that hold more than ``limit`` voxels."""
         self._spare: torch.Tensor | None = None
-        if not root.halves and root.tight is not None and root.size > limit:
-            self.root = self._cut(root.box, root.tight, root.first, root.last, limit, ranks)
         large = [leaf for leaf in self.root.leaves if leaf.tight is not None and leaf.size > limit]
-        made: dict[IndexRange, Block] = {}
-        with ranks.together():  # until nobody reads what was
-            pass
-        with ranks.together():
-            for leaf in large[ranks.rank :: ranks.size]:
-                made[leaf.box] = self._cut(leaf.box, leaf.tight, leaf.first, leaf.last, limit)
-        for done, is_sorted in ranks.heard((made, self._is_sorted)):
-            made |= done
-            self._is_sorted |= is_sorted
+        made = {leaf.box: self._cut(leaf.box, leaf.tight, leaf.first, leaf.last, max(1, limit)) for leaf in large}
         self.root = _with(self.root, made)
         del self._spare
         if not self._is_sorted:  # one block
@@ -183,12 +168,8 @@ class Blocks:
         first: int,
         last: int,
         limit: int,
-        ranks: Ranks = ALONE,
     ) -> Block:
-        """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit.
-
-        Several ranks cut it once, and leave larger leaves than that as they are.
-        """
+        """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit."""
         if tight is None or last - first <= limit or tight.size == 1:
             return Block(box, first, last, tight)
         shifts = shifts_for(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
@@ -196,15 +177,11 @@ class Blocks:
         shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
         counts = torch.zeros(math.prod(shape), dtype=torch.int64, device=self.device)
         keys: list[torch.Tensor] = []
-        begin, end = (first + (last - first) * part // ranks.size for part in (ranks.rank, ranks.rank + 1))
-        with ranks.together():
-            for coords in self._read(begin, end):
-                key = cells_of(coords, start, shape, shifts)
-                counts += torch.bincount(key, minlength=len(counts))
-                if 4 * (end - begin) <= self.spare_bytes:
-                    keys.append(key)
-        mine = counts.cpu().view(shape).numpy()
-        counts = ranks.summed({"counts": counts.clone()}, self.device)["counts"]
+        for coords in self._read(first, last):
+            key = cells_of(coords, start, shape, shifts)
+            counts += torch.bincount(key, minlength=len(counts))
+            if 4 * (last - first) <= self.spare_bytes:
+                keys.append(key)
         cuts: list[tuple[IndexRange, IndexRange]] = []
         cells = counts.cpu().view(shape).numpy()
         if self.histogram is None:
@@ -214,21 +191,15 @@ class Blocks:
         for number, (part, _) in enumerate(cuts):
             inside(owner, part)[...] = number
         owners = owner.ravel()
-        sizes, own = (np.bincount(owners, c.ravel(), len(cuts)).astype(np.int64).tolist() for c in (cells, mine))
-        before = np.array(ranks.heard(own)[: ranks.rank]).reshape(-1, len(own)).sum(0)
-        ends = (np.cumsum([0, *sizes])[:-1] + first + before).astype(np.int64).tolist()
-        with ranks.together():
-            self._sort((begin, end), torch.from_numpy(owners), ends, (start, shape, shifts), keys)
-        starts = [first]
-        for size in sizes:
-            starts.append(starts[-1] + size)
-
+        sizes = np.bincount(owners, cells.ravel(), len(cuts)).astype(np.int64)
+        starts = [first, *(first + sizes.cumsum()).tolist()]
+        self._sort((first, last), torch.from_numpy(owners), starts[:-1], (start, shape, shifts), keys)
         leaves = []
         for number, (part, around) in enumerate(cuts):
             voxels = voxels_of(trimmed(cells, part), start, shifts)
             held = None if voxels is None else voxels.intersect(tight)
             span = starts[number], starts[number + 1]
-            leaves.append(Block(around, *span, held) if ranks.size > 1 else self._cut(around, held, *span, limit))
+            leaves.append(self._cut(around, held, *span, limit))
         return _joined(tree, leaves)
 
     def _sort(
@@ -244,11 +215,11 @@ class Blocks:
         assert into is not None
         begin, end = span
         owner = owner.to(self.device, torch.int16 if len(ends) < 2**15 else torch.int32)
-        with nullcontext(OnCard(into, ends)) if into.is_cuda else OnHost(into, ends, self.device) as placing:
-            for at in range(begin, end, self.piece):
-                until = min(at + self.piece, end)
-                key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
-                placing.put(torch.index_select(owner, 0, key), self.order[at:until] if self._is_sorted else at)
+        placing = OnCard(into, ends) if into.is_cuda else OnHost(into, ends)
+        for at in range(begin, end, self.piece):
+            until = min(at + self.piece, end)
+            key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
+            placing.put(torch.index_select(owner, 0, key), self.order[at:until] if self._is_sorted else at)
         if self._is_sorted:
             self.order[begin:end] = into[begin:end]
         self._is_sorted = True
@@ -257,7 +228,7 @@ class Blocks:
         """Coords of rows of the order piece by piece; on a GPU, the next comes while one is used."""
         spans = [(at, min(at + self.piece, last)) for at in range(first, last, self.piece)]
         has_copies = len(spans) > 1 and self.coords.device.type != self.device.type
-        with pipeline_of(self.device, False) if has_copies else Direct(False) as pipeline:
+        with pipeline_of(self.device) if has_copies else Direct() as pipeline:
             for _, coords in pipeline.ahead(spans, lambda span: self._coords(*span)):
                 if coords.is_cuda:
                     coords.record_stream(torch.cuda.current_stream(self.device))

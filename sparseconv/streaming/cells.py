@@ -24,29 +24,15 @@ class Histogram:
 
     def __init__(self, cells: np.ndarray, start: list[int], shifts: list[int]) -> None:
         self.start, self.shifts, self.shape = start, shifts, cells.shape
-        self._voxels, self._held = _summed(cells), _summed(cells > 0)
+        self._voxels = _summed(cells)
 
     def most_in(self, box: IndexRange) -> int:
         """No fewer voxels than lie in a box."""
-        return self._sum(self._voxels, box)
-
-    def dimension(self, box: IndexRange) -> float:
-        """Of what shape the voxels in a box are: about 1 for curves, 2 for surfaces, D for solid bodies.
-
-        A cell of edge s that is held has about s^d voxels. D where cells are too small to tell.
-        """
-        rank = len(self.shape) - 1
-        edge, held = sum(self.shifts[1:]) / rank * math.log(2), self._sum(self._held, box)
-        if edge < math.log(4) or not held:
-            return float(rank)
-        return min(float(rank), math.log(max(1.0, self._sum(self._voxels, box) / held)) / edge)
-
-    def _sum(self, sums: np.ndarray, box: IndexRange) -> int:
         shape = [n + 1 for n in self.shape]
         low = [min(max((a >> s) - f, 0), n - 1) for a, s, f, n in zip(box.start, self.shifts, self.start, shape)]
         ends = zip(box.end, self.shifts, self.start, shape)
         high = [min(max(((e - 1) >> s) - f + 1, 0), n - 1) for e, s, f, n in ends]
-        corners = sums[np.ix_(*((first, max(first, last)) for first, last in zip(low, high)))]
+        corners = self._voxels[np.ix_(*((first, max(first, last)) for first, last in zip(low, high)))]
         for _ in low:
             corners = corners[1] - corners[0]
         return int(corners)

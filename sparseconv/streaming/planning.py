@@ -24,8 +24,6 @@ from sparseconv.trace.program import GridStep, OverEdges, PlanStep, TargetGrid, 
 PLANNED = 0.9
 #: how many times the voxels of a scene may be computed before cuts are tried
 ENOUGH = 1.3
-#: multiplications that finding a plan of one output takes as long as, and keeping or loading one number
-FINDING, KEEPING = 20_000, 100
 #: voxels that are looked at before a small budget is planned with, and rows of the scene that are read together then
 SOME, PIECE = 3, 2**14
 
@@ -162,7 +160,10 @@ class _Sizes:
 def _planned(
     program: Program, sample: dict[int, Any], blocks: Blocks, budget: int, batch_size: int, learns: bool = False
 ) -> tuple[list[list[Block]], float, float]:
-    """The blocks of each phase, what all of it costs in multiplications, and how often a voxel is computed at most."""
+    """The blocks of each phase, what all of it costs, and how often a voxel is computed at most.
+
+    A step costs one for each voxel that it is computed of, and so do rows that are kept or loaded.
+    """
     plans, cost, most, total = [], 0.0, 0.0, max(1, blocks.root.size)
     for phase, rate in zip(program.phases, rates(program, sample, learns)):
         sizes = _Sizes(program, phase, blocks, batch_size)
@@ -171,59 +172,24 @@ def _planned(
         over = sum(not sizes.fits(budget / rate, block) for block in plan)
         plans.append(plan)
         most = max(most, computed / total)
-        cost += computed * _work(program, phase, sample) + KEEPING * total * _kept(program, phase, sample)
+        cost += computed * len(phase.steps) + total * (len(phase.outputs) + len(phase.loaded))
         cost += 10 * cost * over / len(plan)  # blocks that must be cut further have more surroundings yet
     return plans, cost, most
 
 
-def costs(
-    program: Program, sample: dict[int, Any], blocks: Blocks, plans: list[list[Block]], batch_size: int
-) -> list[list[float]]:
-    """What each block of each phase costs in multiplications, its surroundings included.
-
-    Of a window's taps so many meet a voxel as the shape of the scene says there: one of three along each of its
-    dimensions.
-    """
+def costs(program: Program, blocks: Blocks, plans: list[list[Block]], batch_size: int) -> list[list[int]]:
+    """The voxels that each block of each phase is computed with, its surroundings included."""
     found = []
     for phase, plan in zip(program.phases, plans):
-        sizes, each = _Sizes(program, phase, blocks, batch_size), []
-        for block in plan:
-            dimension, rank = 0.0, 0
-            if blocks.histogram is not None and block.tight is not None:
-                dimension, rank = blocks.histogram.dimension(block.tight), block.box.rank - 1
-            each.append(sizes.of(block) * _work(program, phase, sample, 3.0 ** (dimension - rank)))
-        found.append(each)
+        sizes = _Sizes(program, phase, blocks, batch_size)
+        found.append(list(map(sizes.of, plan)))
     return found
-
-
-def _work(program: Program, phase: Phase, sample: dict[int, Any], fill: float = 1.0) -> float:
-    """Multiplications for a voxel of the scene, ``fill`` of all taps of windows meeting one."""
-    total = 0.0
-    for number in phase.steps:
-        step = program.steps[number]
-        if number in phase.loaded:
-            continue
-        if isinstance(step, PlanStep) and step.of is None:
-            total += FINDING * _share(step.source, sample)
-        elif isinstance(step, OverEdges):
-            channels: Sequence[int] = program.steps[step.x].channels
-            taps = plan_of(program, step.plan)
-            total += fill * taps * math.prod((*channels, *step.channels)) / step.groups * _share(step.place, sample)
-        elif step.is_rows:
-            total += 10 * math.prod(step.channels) * _share(step.place, sample)
-    return total
 
 
 def plan_of(program: Program, number: int) -> int:
     """Taps of a plan."""
     plan: Any = program.steps[number]
     return len(plan.window.offsets)
-
-
-def _kept(program: Program, phase: Phase, sample: dict[int, Any]) -> float:
-    """Numbers that are kept or loaded for a voxel of the scene."""
-    moved = [*phase.outputs, *phase.loaded]
-    return sum(math.prod(program.steps[n].channels) * _share(program.steps[n].place, sample) for n in moved)
 
 
 def _share(place: int | None, sample: dict[int, Any]) -> float:

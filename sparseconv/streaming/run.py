@@ -39,8 +39,6 @@ from sparseconv.trace.totals import BatchStatistics, Total
 
 #: pieces of the smallest blocks that make up one as large as the budget is thought to hold, at least
 FINE = 4
-#: bytes from which on a budget on a CPU has room for a thread's stack, and for results that wait for it
-THREAD = 2**27
 #: smallest blocks that a scene is cut into before its memory is measured, at most, and voxels that they hold at least
 FIRST, LEAST = 512, 1024
 #: of a budget on a GPU, the part that the scene may take there
@@ -67,7 +65,7 @@ class Run:
         program, scene, device, sample = job.program, job.scene, job.device, job.sample
         self.out, self.learns, self.ranks, self.gathers = job.out, job.learns, ranks, job.gathers
         self.program, self.scene, self.budget, self.device, self.store = program, scene, budget, device, store
-        self.pipeline: Direct | Overlapped = Direct(False)
+        self.pipeline: Direct | Overlapped = Direct()
         self.progress, self.done, self.total = progress, 0, 0
         self.shared: dict[int, Any] = {}
         self.arrays: dict[int, torch.Tensor] = {}
@@ -86,8 +84,6 @@ class Run:
         #: on a GPU, what blocks took over what was counted for them, at most so far
         self.factor, self.counted, self.before = 1.0, 1, 0
         self.peak = Peak(device)
-        #: on a CPU, bytes of the last block's results, which a thread writes beside the next block
-        self.leaving = 0
         size, piece, count = scene.like.batch_size, piece_of(budget), len(scene)
         most = MORE if device.type == "cuda" else MEASURED
         part = max(1, min(most, budget // counting_bytes(program, program.needed)))
@@ -113,7 +109,7 @@ class Run:
             self.counting = counting_bytes(program, self.uncertain, sample)
         self.program, self.plans = chosen(program, sample, self.blocks, self.budget, size, job.learns)
         #: by phase, what each block costs, and which of them this rank computes, by their numbers
-        self.costs = costs(self.program, sample, self.blocks, self.plans, size)
+        self.costs = costs(self.program, self.blocks, self.plans, size)
         self.shares: list[list[int]] = []
 
     def _limit(self, program: Program, sample: dict[int, Any]) -> int:
@@ -179,16 +175,12 @@ class Run:
             else:
                 self.arrays[output] = self._array(output)
         work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
-        writes_files = self.out is not None or self.store.folder is not None
-        has_thread = writes_files and self.budget >= THREAD  # whose memory counts as well
-        with self.ranks.together(), pipeline_of(self.device, has_thread) as self.pipeline:
+        with self.ranks.together(), pipeline_of(self.device) as self.pipeline:
             self.store.check(number, lambda at: self._some_rows(phase, plan[at]))
             for (at, block), inputs in self.pipeline.ahead(mine, lambda item: self._inputs(phase, item[1].box)):
                 parts = self._block(work, phase, block.box, inputs)
                 self.pipeline.leave(parts, partial(self._finish, number, at, phase), known)
-                own = [one for part in parts for one in part.values() if has_thread and isinstance(one, Own)]
-                self.leaving = sum(tensor.nbytes for one in own for tensor in one)
-                del parts, inputs, own
+                del parts, inputs
         self._join(phase, len(plan))
 
     def _is_gathered(self, output: int) -> bool:
@@ -269,7 +261,7 @@ class Run:
         values.update(inputs.loaded)
         work.geometry(values)
         size = self.counted = work.bytes(values, self.learns) + (
-            least + self.leaving if self.device.type == "cpu" else 2 * inputs.num_bytes
+            least if self.device.type == "cpu" else 2 * inputs.num_bytes
         )
         if size * self.factor > self.budget:
             raise TooLarge(int(size * self.factor))

@@ -11,6 +11,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import described
+from sparseconv.ops.comparing import same
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 from sparseconv.trace.program import Call, InputGrid, InputRows, Layer, OverEdges, Step
@@ -129,7 +130,7 @@ def _compare_results(a: tuple[Recording, Any], b: tuple[Recording, Any]) -> None
 
 def _is_constant(a: Any, b: Any) -> bool:
     """Whether two results that no step made are one value."""
-    return isinstance(b, (bool, int, float, complex, str, torch.Tensor)) and type(a) is type(b) and _equal(a, b)
+    return isinstance(b, (bool, int, float, complex, str, torch.Tensor)) and type(a) is type(b) and same(a, b)
 
 
 def _alike(a: Step, b: Step) -> bool:
@@ -138,15 +139,5 @@ def _alike(a: Step, b: Step) -> bool:
     if isinstance(a, InputRows):
         return True
     if isinstance(a, (Call, OverEdges, Layer)) and isinstance(b, (Call, OverEdges, Layer)):
-        return _equal((a.args, a.kwargs), (b.args, b.kwargs))
+        return same((a.args, a.kwargs), (b.args, b.kwargs))
     return a.uses == b.uses
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a is b or (isinstance(b, torch.Tensor) and a.shape == b.shape and torch.equal(a, b))
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return bool(a == b)

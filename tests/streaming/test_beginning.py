@@ -13,7 +13,6 @@ import sparseconv as sc
 from sparseconv import nn
 from sparseconv.streaming import cells, run
 from sparseconv.streaming.blocks import Blocks
-from sparseconv.streaming.device.ordering import grouped
 from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.device.pipeline import place
 from sparseconv.streaming.store import Store
@@ -125,20 +124,6 @@ def test_cells_are_as_near_cubes_as_may_be(shape, want):
     shifts = cells.shifts_for(box, 2**18)
     assert shifts == want
     assert math.prod(-(-n >> s) if s else n for n, s in zip(shape, shifts)) <= 2**18
-
-
-@pytest.mark.parametrize("count", [1, 3, 700, 70_000])
-@pytest.mark.parametrize("length", [1, 5, 40])
-def test_rows_are_grouped_in_their_old_order(count, length):
-    """Single rows and runs of them, few and many owners, in numbers of 32 and of 64 bits; against a stable sort."""
-    draw = torch.Generator().manual_seed(0)
-    for rows in (0, 1, 2, 1000, 2**17):
-        kind = torch.int16 if count < 2**15 else torch.int32
-        owners = (
-            torch.randint(0, count, (-(-rows // length),), generator=draw).to(kind).repeat_interleave(length)[:rows]
-        )
-        got = grouped(owners, count)
-        assert torch.equal(got.long(), owners.sort(stable=True).indices)
 
 
 def test_a_peak_is_read_without_a_reset(monkeypatch):

@@ -16,14 +16,10 @@ import torch.distributed as dist
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.streaming.blocks import Blocks
-from sparseconv.streaming.phases import GRID
-from sparseconv.streaming.ranks import Ranks, shared_out
-from sparseconv.streaming.store import Store
-from sparseconv.streaming.work import Work, clipped, wanted
+from sparseconv.streaming.ranks import shared_out
+from sparseconv.streaming.work import Work
 from tests.ranks import START, TIMEOUT, on_ranks
 from tests.streaming.scenes import NETWORKS, Squeeze, forced, scene
-from tests.streaming.test_beginning import shell
 from tests.streaming.test_totals import NORMS, block
 from tests.streaming.test_training import loss
 
@@ -221,7 +217,7 @@ def test_ranks_that_disagree_hear_so_before_a_block_is_run(tmp_path):
         "ValueError: of several ranks, out is one file that all map",
         "ValueError: the ranks disagree in the file of out",
         "is not the folder that rank 0 sees: give resume= one that all ranks see",
-        "ValueError: rank 1: [Errno 17] File exists",
+        "ValueError: rank 1: resume must be a folder",
         "ValueError: rank 1: budget_bytes must be at least 1",
     ]
     for at, text in enumerate(words):
@@ -289,30 +285,6 @@ def test_a_rank_dies_and_all_go_on_to_the_same_bytes(deaths, tmp_path, monkeypat
     assert (tmp_path / "out.npy").read_bytes() == (tmp_path / "alone.npy").read_bytes()
 
 
-def cut(limits: list[int], piece: int, folder: str) -> list[str]:
-    """Blocks that ranks find together beside those of one."""
-    coords = shell(60)
-    if limits[-1] == 90:  # one far away: all others are in one cell
-        coords = torch.cat([coords, torch.tensor([[0, 10**6, 10**6, 10**6]]).int()])
-    low, high = torch.aminmax(coords, dim=0)
-    extent = sc.IndexRange(tuple(low.tolist()), tuple((high + 1).tolist()))
-    found, ranks = [], Ranks.of(dist.group.WORLD)
-    for store in (Store(None), Store(folder, ranks)):
-        blocks = Blocks(coords, extent, limits[0], store, piece, torch.device("cpu"), 10**9 if piece > 300 else 0)
-        for limit in limits[1:]:
-            blocks.refine(limit)
-        found.append(blocks)
-    wrong = [] if torch.equal(found[0].order, found[1].order) else ["order"]
-    same = [(leaf.box, leaf.first, leaf.last, leaf.tight) for leaf in found[0].leaves]
-    return wrong + ([] if same == [(b.box, b.first, b.last, b.tight) for b in found[1].leaves] else ["leaves"])
-
-
-@pytest.mark.parametrize("limits", [[20_000], [500], [20_000, 500], [700, 100], [700, 90]])
-def test_ranks_find_the_blocks_of_one(limits, tmp_path):
-    for piece in (300, 10**6):
-        assert not [line for lines in on_ranks(3, cut, limits, piece, str(tmp_path / str(piece))) for line in lines]
-
-
 def test_the_longest_tasks_go_first_to_whoever_has_least():
     draw = np.random.default_rng(0)
     for size in (1, 2, 3, 7):
@@ -323,34 +295,3 @@ def test_the_longest_tasks_go_first_to_whoever_has_least():
         assert max(loads) <= 1.05 * sum(costs) / size
     assert shared_out([], 2) == [[], []]
     assert shared_out([1.0], 3) == [[0], [], []]
-
-
-def test_blocks_are_shared_by_work_and_not_by_rows(monkeypatch):
-    """A solid cube beside a thin sheet: costs follow edges, those of surroundings too, closer than rows do."""
-    from sparseconv.streaming import run
-
-    cube = torch.cartesian_prod(*[torch.arange(48)] * 3)
-    side = round(len(cube) ** 0.5)
-    sheet = torch.cat([torch.cartesian_prod(torch.arange(side), torch.arange(side)), torch.zeros(side * side, 1)], 1)
-    coords = torch.cat([cube, sheet.long() + torch.tensor([100, 0, 0])])
-    grid = sc.VoxelGrid(torch.nn.functional.pad(coords, (1, 0)).int())
-    x, made = sc.SparseTensor(grid, torch.randn(len(grid), 4)), []
-    monkeypatch.setattr(run.Run, "run", lambda self: made.append(self))
-    monkeypatch.setattr(run.Run, "rows_of", lambda self, number: run.Result(torch.zeros(len(grid), 4)))
-    net = nn.Sequential(nn.SubmanifoldConv(4, 64, 3), nn.SubmanifoldConv(64, 4, 3)).eval()
-    with torch.no_grad():
-        sc.stream(net, x, 15_000_000)
-    (of,) = made
-    costs, plan = of.costs[0], of.plans[0]
-    assert len(plan) > 16
-
-    def edges(block: Any) -> int:
-        around = wanted(of.program, of.program.phases[0], block.box)[GRID]
-        rows = of.blocks.rows_in(clipped(around, 1)).rows
-        return sc.ConvolutionPlan(sc.VoxelGrid(grid.coords[rows]), 3).kernel_map.num_pairs
-
-    work = [edges(block) for block in plan]
-    shares = [[sum(work[task] for task in share) for share in shared_out(costs, ranks)] for ranks in (2, 3, 4)]
-    assert all(max(loads) <= 1.15 * sum(work) / len(loads) for loads in shares), shares
-    off = [[value / edges for value, edges in zip(each, work)] for each in (costs, [block.size for block in plan])]
-    assert max(off[0]) / min(off[0]) < 0.8 * max(off[1]) / min(off[1])

@@ -60,35 +60,6 @@ def test_nothing_is_computed_twice(tmp_path, monkeypatch):
         assert torch.equal(sc.stream(net, x, 10**9, resume=tmp_path).features, want)
 
 
-def test_a_finished_block_is_written_while_the_next_is_computed(tmp_path, monkeypatch):
-    from threading import Event, current_thread
-
-    from sparseconv.streaming.store import Store
-    from sparseconv.streaming.work import Work
-
-    begun, run, finish, writers = [Event() for _ in range(100)], Work.run, Store.finish, []
-
-    def computes(*args):
-        next(event for event in begun if not event.is_set()).set()
-        return run(*args)
-
-    def writes(self, *task):
-        writers.append(current_thread().name)
-        if len(writers) == 1:
-            assert begun[1].wait(60), "the second block waits for the first one's files"
-        finish(self, *task)
-
-    net, x = NETWORKS["conv"]().eval(), scene()
-    with torch.no_grad():
-        want = net(x).features
-        monkeypatch.setattr(Work, "run", computes)
-        monkeypatch.setattr(Store, "finish", writes)
-        forced(monkeypatch, 0, 100)
-        assert torch.equal(sc.stream(net, x, 10**9, resume=tmp_path).features, want)
-    assert len(writers) > 2
-    assert all(name.startswith("stream-out") for name in writers)
-
-
 CHILD = """
 import os, signal, sys, numpy as np, torch, sparseconv as sc
 from tests.streaming.scenes import NETWORKS

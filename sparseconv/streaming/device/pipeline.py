@@ -15,7 +15,6 @@ from sparseconv.trace.program import mapped
 
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
-Way = TypeVar("Way", bound="_Leaving")
 #: what the parts of a block leave, by the numbers of steps
 Parts = list[dict[int, Any]]
 #: bytes of pinned memory that are filled together: locking pages takes long, and torch keeps them for the next
@@ -24,44 +23,14 @@ PIECE = 2**27
 PLACERS = 8
 
 
-class _Leaving:
-    """A thread for what blocks leave: one result is on its way while the next is computed.
+class Direct:
+    """One after another: for a CPU, where the copies would take the compute's own cores."""
 
-    What it raises is raised by the next `leave`, or at the end.
-    """
-
-    def __init__(self, has_thread: bool = True) -> None:
-        self._writers = ThreadPoolExecutor(1, "stream-out") if has_thread else None
-        self._leaving: Future[None] | None = None
-
-    def __enter__(self: Way) -> Way:
+    def __enter__(self) -> Direct:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self._wait()
-        finally:
-            if self._writers is not None:
-                self._writers.shutdown(cancel_futures=True)
-
-    def _wait(self) -> None:
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            leaving.result()
-
-    def _begin(self, keep: Callable[[], None]) -> None:
-        if self._writers is None:
-            keep()
-        else:
-            self._leaving = self._writers.submit(keep)
-
-
-class Direct(_Leaving):
-    """One after another: for a CPU, where the copies would take the compute's own cores.
-
-    Files, which wait for a disk, are written by a thread.
-    """
+        pass
 
     def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
         """Each item with what is prepared for it."""
@@ -74,8 +43,7 @@ class Direct(_Leaving):
 
     def leave(self, parts: Parts, keep: Callable[[Parts], None], large: Collection[int] = ()) -> None:
         """Give tensors of the device, in host memory, to ``keep``; those of ``large``, it brings by `write`."""
-        self._wait()
-        self._begin(lambda: keep(parts))
+        keep(parts)
 
     def write(self, into: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor) -> None:
         """Put values of the device into rows of a tensor in host memory; without rows, into all of it."""
@@ -85,7 +53,7 @@ class Direct(_Leaving):
             into[rows.to(into.device)] = values.to(into.device)
 
 
-class Overlapped(_Leaving):
+class Overlapped:
     """A thread and a stream for the way in, and another of each for the way out, with pinned memory between.
 
     One item is prepared ahead, and one result is on its way out: `prepare` and `keep` run in these threads. What they
@@ -93,20 +61,31 @@ class Overlapped(_Leaving):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self.device = device
         self._compute = torch.cuda.current_stream(device)
         self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._into.wait_stream(self._compute)  # what of the scene is there
         self._readers = ThreadPoolExecutor(1, "stream-in")
+        self._writers = ThreadPoolExecutor(1, "stream-out")
         self._placers = ThreadPoolExecutor(PLACERS, "stream-rows")
+        self._leaving: Future[None] | None = None
+
+    def __enter__(self) -> Overlapped:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            if kind is None:
+                self._wait()
         finally:
-            self._readers.shutdown(cancel_futures=True)
-            self._placers.shutdown(cancel_futures=True)
+            for threads in (self._writers, self._readers, self._placers):
+                threads.shutdown(cancel_futures=True)
+
+    def _wait(self) -> None:
+        """Until the last block's results are in their places; what that raised is raised here."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.result()
 
     def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
         """Each item with what is prepared for it, on the stream of the way in; the current stream waits for that."""
@@ -162,7 +141,7 @@ class Overlapped(_Leaving):
             event.synchronize()
             keep(pinned)
 
-        self._begin(kept)
+        self._leaving = self._writers.submit(kept)
 
     def write(self, into: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor) -> None:
         """By little pinned memory: one piece comes while the one before is put in its place."""
@@ -221,6 +200,6 @@ def _pieces(values: torch.Tensor) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, len(values), step))
 
 
-def pipeline_of(device: torch.device, writes_files: bool) -> Direct | Overlapped:
+def pipeline_of(device: torch.device) -> Direct | Overlapped:
     """The one for a device."""
-    return Overlapped(device) if device.type == "cuda" else Direct(writes_files)
+    return Overlapped(device) if device.type == "cuda" else Direct()
