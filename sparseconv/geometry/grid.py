@@ -151,7 +151,7 @@ class VoxelGrid(Movable):
             check_card(given.device)
         if not given.is_cuda or given.shape[0] == 0:
             return None
-        self._cells = _on_gpu().build_table(given, copy=self.coords, reported=True)
+        self._cells = _on_gpu().build_table(given, copy=self.coords)
         return self._cells
 
     @cached_property
@@ -387,7 +387,7 @@ class VoxelGrid(Movable):
 
 @transforms.constant
 def _table_of(coords: torch.Tensor) -> CoordinateTable:
-    return _on_gpu().build_table(coords, reported=True)
+    return _on_gpu().build_table(coords)
 
 
 @cache

@@ -67,17 +67,6 @@ class Arena(list[Pointer]):
         """Numbers of the i-th array."""
         return self._lengths[index]
 
-    def read(self, first: int, last: int) -> list[torch.Tensor]:
-        """The arrays from the first to the last of these, on the host, in one copy."""
-        begin = self._starts[first]
-        end = self._starts[last] + self._lengths[last] * self._kinds.sizes[last]
-        host = self.memory.narrow(0, begin, end - begin).cpu()
-        parts = []
-        for index in range(first, last + 1):
-            length = self._lengths[index] * self._kinds.sizes[index]
-            parts.append(host.narrow(0, self._starts[index] - begin, length).view(self._kinds[index]))
-        return parts
-
     def tensor(self, index: int) -> torch.Tensor:
         """The i-th array as a tensor that keeps the whole arena alive."""
         length = self._lengths[index] * self._kinds.sizes[index]

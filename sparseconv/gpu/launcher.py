@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
-from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 
 from sparseconv.gpu.launch_log import listeners, tell
@@ -18,21 +16,16 @@ from sparseconv.gpu.triton_private import (
     SHARED_ARGUMENTS,
     builds_launchers,
     call_of,
-    early,
     entry_of,
     fix_cache_key,
     with_shared_launcher,
 )
-from sparseconv.torch_private import current_device, is_capturing
+from sparseconv.torch_private import current_device
 
 #: programs of a cooperative launch on each multiprocessor, of 128 threads, where they need many of the registers that
 #: these share
 RESIDENT, REGISTERS = 4, 65_536
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
-
-
-#: what the text of a kernel has in it that begins with `follow`, on cards that can launch it early
-FOLLOWS = "griddepcontrol.wait"
 
 
 @triton.jit
@@ -49,17 +42,6 @@ def constant(value: Any) -> Any:
     """A number of a module that its kernels know when they are compiled; as it is for the interpreter, whose kernels
     are plain Python and may shift by it."""
     return value if INTERPRETED else tl.constexpr(value)
-
-
-@triton.jit
-def follow():
-    """First of all in a kernel: wait until the launch before it in its stream has ended.
-
-    A kernel that does so is launched early where the card can (Hopper and later): its programs take their places as
-    those before them leave, and the microsecond between two launches is gone.
-    """
-    if not IS_INTERPRETED and cuda_capability_geq(9, 0):
-        gdc_wait()
 
 
 class Launcher:
@@ -133,8 +115,7 @@ class Launcher:
         if entry_of(run) is None and rest is not constants:  # it asks for scratch memory
             kernel, rest = compiled, constants
             run = kernel.run
-        plain, stream_of = call_of(kernel, run), driver.active.get_current_stream
-        overlapped = call_of(kernel, early(run)) if FOLLOWS in kernel.asm.get("ptx", "") else None
+        (start, fixed), stream_of = call_of(kernel, run), driver.active.get_current_stream
 
         def launch(x: int, y: int, args: tuple) -> None:
             if current_device() != device_index:
@@ -142,11 +123,7 @@ class Launcher:
                     return launch(x, y, args)
             if listeners:
                 tell(compiled, (x, y, 1), args)
-            stream = stream_of(device_index)
-            start, told = plain
-            if overlapped is not None and (stream == 0 or not is_capturing()):  # CUDA captures no default stream
-                start, told = overlapped
-            start(*((x, y, 1, stream) + told + args + rest))
+            start(*((x, y, 1, stream_of(device_index)) + fixed + args + rest))
 
         return launch
 

@@ -76,13 +76,6 @@ def call_of(kernel: Any, run: Any) -> tuple[Callable[..., None], tuple]:
     return start, (kernel.function, *how, kernel.packed_metadata, None, None, None)
 
 
-def early(run: Any) -> Any:
-    """A launcher of Triton that does not wait for the launch ahead; not for graphs, in which nothing lies between."""
-    run = copy.copy(run)
-    run.launch_pdl = True
-    return run
-
-
 def described(descriptor: Any, layout: dict[str, Any] | None) -> tuple[Any, ...] | None:
     """What a tensor descriptor is encoded from: address, the driver's numbers for the dtype and the swizzle, bytes of a
     number, the box, shape and strides of the matrix; None for one of another form."""

@@ -137,7 +137,7 @@ def test_the_launch_that_reads_given_rows_copies_them(rank: int) -> None:
     for given in (want.clone(), torch.cat([want.view(-1)[:1], want.view(-1)])[1:].view_as(want)):  # and not aligned
         copy = torch.full_like(want, 77)
         with counted() as (launches, _):
-            table = build_table(given, copy=copy, reported=True)
+            table = build_table(given, copy=copy)
         assert launches.total() == 1
         assert torch.equal(copy, want)
         assert table.coords is copy

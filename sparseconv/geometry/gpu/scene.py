@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer
+from sparseconv.gpu.launcher import Launcher, ceil_div, pointer
 
 #: words that a program moves
 BLOCK = 2048
@@ -23,7 +23,6 @@ def put_scene_on_gpu(coords: torch.Tensor, into: torch.Tensor, count: torch.Tens
 @triton.jit
 def put_kernel(coords_ptr, into_ptr, count_ptr, words, most, n, BLOCK: tl.constexpr):
     """into[:words] = coords, into[words:most] = -1, and count = n."""
-    follow()
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(into_ptr + word, tl.load(coords_ptr + word, mask=word < words, other=-1), mask=word < most)
     if tl.program_id(0) == 0:
@@ -39,7 +38,6 @@ def note_fault_on_gpu(fault: torch.Tensor, is_bad: torch.Tensor, bit: int) -> No
 @triton.jit
 def note_kernel(is_bad_ptr, fault_ptr, BIT: tl.constexpr):
     """fault |= BIT where something is bad."""
-    follow()
     if tl.load(is_bad_ptr) != 0:
         tl.atomic_or(fault_ptr, BIT, sem="relaxed")
 

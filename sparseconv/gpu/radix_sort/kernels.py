@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseconv.gpu.launcher import follow
 from sparseconv.gpu.warp_asm import (
     OF_ALL,
     OF_TILE,
@@ -29,7 +28,6 @@ def digits_kernel(
     BITS: tl.constexpr, PASSES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """counts[pass, program, digit] = keys with the digit, of those that the program counts; states of tiles are 0."""
-    follow()
     open_room(OPEN)
     count_digits(tl.program_id(0), programs, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
 
@@ -80,7 +78,6 @@ def move_kernel(
     Programs of their own sum the lines with a lesser digit, for all passes, in the first of them: what stands for the
     count of all tiles before the first.
     """
-    follow()
     BINS: tl.constexpr = 1 << BITS
     digit_of = tl.arange(0, BINS)
     open_room(OPEN)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.table import aligned
-from sparseconv.gpu.launcher import Launcher, ceil_div, constant, follow, pointer
+from sparseconv.gpu.launcher import Launcher, ceil_div, constant, pointer
 
 BLOCK = 256
 #: the largest code, of rows that no scene has
@@ -57,7 +57,6 @@ def codes_kernel(
     RANK: tl.constexpr, IS_KNOWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """codes[curve, row], two bits of ``kinds`` a curve: 1 Hilbert's, 2 the first two axes exchanged."""
-    follow()
     if not IS_KNOWN:
         depth = tl.load(told_ptr).to(tl.int32)
         signed = tl.load(told_ptr + 1).to(tl.int32)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.table import aligned
-from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
 
 #: numbers of a tile, and its channels at most
 TILE, MOST_CHANNELS = 1024, 64
@@ -87,7 +87,6 @@ def largest_kernel(
     IS_WIDE: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """values[o, c] = max over taps of x[neighbors[tap, o], c], and the winning tap."""
-    follow()
     channels = units * UNIT
     n, c, places, there = tile(rows, channels, BLOCK_N, BLOCK_C)
     best = tl.zeros((BLOCK_N, BLOCK_C), tl.float64 if IS_WIDE else tl.float32)
@@ -111,7 +110,6 @@ def chosen_kernel(
     UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """y[o, c] = sum over taps of x[neighbors[tap, o], c] where the winner there, or at o, is the tap."""
-    follow()
     channels = units * UNIT
     n, c, places, there = tile(rows, channels, BLOCK_N, BLOCK_C)
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float64 if IS_WIDE else tl.float32)

@@ -18,7 +18,7 @@ from sparseconv.geometry.gpu.hash_table.hash_probe import (
     spans_of,
 )
 from sparseconv.gpu.cooperative import leave, wait_for_all
-from sparseconv.gpu.launcher import Launcher, follow
+from sparseconv.gpu.launcher import Launcher
 
 
 @triton.jit
@@ -199,7 +199,6 @@ def lookup_kernel(
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found[row] = the table's row of the same coordinates, -1 if none."""
-    follow()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)

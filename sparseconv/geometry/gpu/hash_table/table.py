@@ -21,7 +21,7 @@ from sparseconv.geometry.gpu.hash_table.kernels import LOOKUP, TABLE
 from sparseconv.gpu.arena import Arena, Kinds
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, programs_at_once
 from sparseconv.gpu.launcher import Pointer, ceil_div, pointer, power_of_2
-from sparseconv.gpu.pinned import Report
+from sparseconv.gpu.report import Report
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
@@ -59,7 +59,7 @@ class CoordinateTable:
     shifts: tuple[int, ...]  # log2 of a block's edge along each axis, the batch (0) first
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
     spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
-    report: Report | None  # status and ranges on their way to the host, where they were asked for
+    report: Report | None  # status and ranges on their way to the host; None where either is not asked for
     device_count: DeviceCount | None = (
         None  # of rows whose number the host does not know: nothing of theirs is ever read back
     )
@@ -106,17 +106,11 @@ TABLE_KINDS = Kinds((_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64))
 
 def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(low, high) of each column, inclusive, on the host, and the table's status, in one wait for the device."""
-    if table.given_ranges is not None:
-        raise ValueError("the ranges of this table were given: they are not in its arena")
-    if table.report is not None:
-        found, overflow, *encoded = table.report.read()
-        ranges = bounds_of(encoded)
-    else:
-        status, spread = table.arena.read(STATUS, RANGES)
-        found, overflow = status.tolist()
-        ranges = decode_ranges(spread)
+    if table.report is None:
+        raise ValueError("a table of no rows, or of given ranges, sends nothing to the host")
+    found, overflow, *encoded = table.report.read()
     table.status = TableStatus(found & 0xFFFFFFFF, found >> 32, overflow != 0)
-    return ranges
+    return bounds_of(encoded)
 
 
 def decode_ranges(ranges: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -134,7 +128,6 @@ def build_table(
     ranges: torch.Tensor | None = None,
     *,
     copy: torch.Tensor | None = None,
-    reported: bool = False,
     device_count: DeviceCount | None = None,
     checked: bool = False,
 ) -> CoordinateTable:
@@ -143,8 +136,9 @@ def build_table(
     ``ranges`` are those of ``encode_ranges`` where they are known; else ``copy`` may be an array like coords, into
     which the launch that measures them copies them: the table is then of the copy.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
-    ``reported`` sends status and ranges to the host, for a `read_table` that follows. With given ranges, rows outside
-    of them are in no cell and never found; so are the dead ones of ``device_count`` rows, whose batch item is negative.
+    Status and ranges are sent to the host, for a `read_table` that follows. With given ranges they are not, and rows
+    outside of them are in no cell and never found; so are the dead ones of ``device_count`` rows, whose batch item is
+    negative.
     ``checked``: their fault flag is raised, on the device, unless the first ``count`` rows alone are real, and the
     table has as many cells.
     """
@@ -156,10 +150,12 @@ def build_table(
     device = coords.device
     lengths = table_lengths(n, columns)
     arena = Arena(device, TABLE_KINDS, lengths, 0 if 0 < n <= CLEARED_ROWS else 4)
-    report = Report(2 + 2 * columns, device) if reported and n and ranges is None else None
+    report = Report(2 + 2 * columns, device) if n and ranges is None and device_count is None else None
     table = table_in(arena, coords, ranges, report, device_count)
     if n:
         _launch_table(table, given, device_count if checked else None)
+        if report is not None:
+            report.send()
     return table
 
 

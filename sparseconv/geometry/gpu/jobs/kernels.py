@@ -18,7 +18,7 @@ import triton.language as tl
 from sparseconv.geometry.gpu.jobs.jobs import Jobs
 from sparseconv.geometry.gpu.jobs.packed import JOB_KINDS, PackedJobs, job_lengths
 from sparseconv.gpu.arena import Arena
-from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
 
 #: pairs of a job and a tap that one program compares
 CELLS = 512
@@ -58,7 +58,6 @@ def jobs_kernel(
     TAPS: tl.constexpr, BLOCK: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """Each program finds the length of the jobs anew, then writes BLOCK of them."""
-    follow()
     run = tl.program_id(0)
     tap = tl.arange(0, TAPS)
     start = tl.load(offsets_ptr + tap, mask=tap < num_taps, other=0)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.hash_probe import cell_of, cell_size, popcount
 from sparseconv.geometry.gpu.hash_table.table import ENTRIES, KEYS, STATUS, CoordinateTable, pack_shifts
-from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, follow, pointer
+from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer
 
 #: bits of the numbers of cells
 CELL_BITS = 15
@@ -60,7 +60,6 @@ def count_kernel(
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """cells[block] = its cell, counts[cell] = rows in it, from the blocks of the table."""
-    follow()
     shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
     num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
@@ -79,7 +78,6 @@ def number_kernel(counts_ptr, before_ptr, sums_ptr, CELL_BITS: tl.constexpr, PRO
 
     Each tells the programs behind it how many rows it has, and one more, in ``sums``, which start as zeros.
     """
-    follow()
     program = tl.program_id(0)
     EACH: tl.constexpr = (1 << CELL_BITS) // PROGRAMS
     cell = program * EACH + tl.arange(0, EACH)
@@ -97,7 +95,6 @@ def keys_kernel(
     entries_ptr, cells_ptr, before_ptr, keys_ptr, found_ptr, n, chunk_rows, room, lost, BLOCK: tl.constexpr
 ):
     """found[row] = the run of a row's cell above its Gray rank."""
-    follow()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
     run = run_of(tl.load(entries_ptr + row, mask=live, other=-1), cells_ptr, before_ptr, chunk_rows)

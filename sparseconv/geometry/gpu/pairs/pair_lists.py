@@ -16,7 +16,7 @@ from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import HALF, list_cube
 from sparseconv.geometry.gpu.window.found import STARTS, WindowSearch
 from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.taps import entry_of, look, take
-from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
 
 #: rows that one program turns round
 REVERSED = 1024
@@ -127,7 +127,6 @@ def table_of_pairs(in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch
 def confine_kernel(offsets_ptr, fault_ptr, most, num_taps, half, room, TAPS: tl.constexpr):
     """Where there are more edges than places, or more of the first ``half`` taps than ``room``, no tap has any: each
     list then fits, whatever is written to it."""
-    follow()
     too_many = (tl.load(offsets_ptr + num_taps) > most) | (tl.load(offsets_ptr + half) > room)
     tl.debug_barrier()
     if too_many:
@@ -147,7 +146,6 @@ def pairs_kernel(
 
     MIRRORED: the edges of the first half of the taps, turned round, are those of the second.
     """
-    follow()
     EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
     chunk = tl.program_id(0)
     run_ptr = window_ptr + 3 * RANK + tl.program_id(1) * (2 + RANK)
@@ -224,7 +222,6 @@ def put(in_rows_ptr, out_rows_ptr, place, turn, found, row, MIRRORED: tl.constex
 @triton.jit
 def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
     """reversed[tap, neighbors[tap, row]] = row."""
-    follow()
     tap = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(neighbors_ptr + tap * n + row, mask=row < n, other=-1)
@@ -234,7 +231,6 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 @triton.jit
 def scatter_kernel(in_rows_ptr, out_rows_ptr, offsets_ptr, table_ptr, edges, num_out, num_taps, BLOCK: tl.constexpr):
     """table[tap of an edge, its output row] = its input row; edges lie by tap."""
-    follow()
     edge = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tap = tl.zeros((BLOCK,), tl.int64)
     for later in range(1, num_taps):

@@ -11,7 +11,7 @@ from sparseconv.geometry.gpu.window.found import STARTS, WindowSearch
 from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.window_3x3x3 import corners, look_at_run
 from sparseconv.gpu.cooperative import programs_at_once
-from sparseconv.gpu.launcher import IS_INTERPRETED, Launcher, Pointer, ceil_div, follow, pointer
+from sparseconv.gpu.launcher import IS_INTERPRETED, Launcher, Pointer, ceil_div, pointer
 from sparseconv.gpu.streams import current
 
 #: the taps up to the centre: their edges, turned round, are those of all others
@@ -99,7 +99,6 @@ def cube_pairs_kernel(
     For edges that fill no more than so many ``lines`` of 32, and ``distinct`` rows; -1: nobody knows how many. HALVED:
     of these taps alone.
     """
-    follow()
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     found = (tl.load(status_ptr) & 0xFFFFFFFF).to(tl.int32)

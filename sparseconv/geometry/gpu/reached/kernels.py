@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.hash_probe import below, claim, popcount
 from sparseconv.gpu.cooperative import leave, wait_for_all
-from sparseconv.gpu.launcher import RESIDENT, Launcher, follow
+from sparseconv.gpu.launcher import RESIDENT, Launcher
 
 
 @triton.jit
@@ -172,7 +172,6 @@ def emit_kernel(
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The coordinates of the cells of BLOCK words, one cell of each at a time."""
-    follow()
     emit_words(
         words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, 0x7FFFFFFF, low0, low1, low2, low3,
         size0, size1, size2, size3, RANK, BLOCK,
@@ -189,7 +188,6 @@ def emit_fixed_kernel(
 
     No word is empty, so that as many words as rows are enough, a program for BLOCK of either.
     """
-    follow()
     count = tl.load(report_ptr)
     num_words = tl.load(report_ptr + 1).to(tl.int32)
     emit_words(
@@ -247,7 +245,6 @@ def claim_kernel(
     RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Claim the keys of what BLOCK rows see in one step, and append those that were not there before."""
-    follow()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key, live = keys_of(
         row, tl.program_id(1), coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
@@ -270,7 +267,6 @@ def decode_kernel(
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys back to coordinates."""
-    follow()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys_ptr + row, mask=row < n, other=0)
     batch, a, b, c, d = place_of(key, size0, size1, size2, size3)

@@ -23,7 +23,7 @@ from sparseconv.geometry.gpu.reached.kernels import CLAIM, DECODE, EMIT, EMIT_FI
 from sparseconv.gpu.arena import Arena, Kinds
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, programs_at_once
 from sparseconv.gpu.launcher import Pointer, ceil_div, pointer
-from sparseconv.gpu.pinned import Report
+from sparseconv.gpu.report import Report
 
 if TYPE_CHECKING:
     from sparseconv.geometry.ranges import IndexRange
@@ -218,6 +218,7 @@ def _marked(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
     columns, device = coords.shape[1], coords.device
     report = Report(2, device)
     arena = _mark(coords, moves, sizes, report.pointer)
+    report.send()
     count, words = report.read()
     reached = torch.empty(count, columns, dtype=torch.int32, device=device)
     if count:

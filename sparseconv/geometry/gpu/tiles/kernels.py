@@ -10,7 +10,7 @@ from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT
 from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.taps import entry_of, look, take
 from sparseconv.geometry.gpu.window.window_3x3x3 import corners, look_at_plane
-from sparseconv.gpu.launcher import Launcher, follow
+from sparseconv.gpu.launcher import Launcher
 
 HALVES = tl.constexpr(HALF_BIT)
 
@@ -29,7 +29,6 @@ def tiles_kernel(
     Rows are looked up anew in their new order: cheaper than to gather single words of a table in the old one.
     IN_ORDER: tiles are launched as they lie; else `rank_kernel` ranks them.
     """
-    follow()
     tile = tl.program_id(0)
     group = tile // tiles_per_group
     place = (tile % tiles_per_group) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -163,7 +162,6 @@ def cube_tiles_kernel(
     BLOCK_M: tl.constexpr, ROOM: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
-    follow()
     tile = tl.program_id(0)
     slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = slot < n
@@ -234,7 +232,6 @@ def either(a, b):
 @triton.jit
 def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.constexpr, BLOCK: tl.constexpr):
     """order[number of tiles that go before a tile] = tile: more taps first, then the lower number."""
-    follow()
     first = tl.program_id(0) * MINE
     tile = first + tl.arange(0, MINE)
     bin_of = tl.arange(0, BINS)

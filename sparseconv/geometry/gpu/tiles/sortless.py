@@ -13,7 +13,7 @@ from sparseconv.geometry.gpu.tiles.build import rank_tiles
 from sparseconv.geometry.gpu.tiles.kernels import either
 from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT, LOOKAHEAD, SLOT_ALIGNMENT, Schedule
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.gpu.launcher import Launcher, follow, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, pointer, power_of_2
 
 
 def meets_once(kernel_map: KernelMap) -> bool:
@@ -109,7 +109,6 @@ def one_tap_kernel(
 
     DEAD: rows from ``count`` on come after the last tap as if they were another one's edges, but without any.
     """
-    follow()
     run = tl.program_id(0)
     tap = tl.arange(0, TAPS)
     start = tl.load(offsets_ptr + tap, mask=tap < num_taps, other=0)
@@ -168,7 +167,6 @@ def lists_kernel(
     BLOCK_M: tl.constexpr, LINES: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """One program lists the live taps of one tile, LINES rows of the table at once; a row's number is its tap's."""
-    follow()
     tile = tl.program_id(0)
     slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     half = (tl.arange(0, BLOCK_M) >= BLOCK_M // 2).to(tl.int32)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.table import COUNTS, STATUS, CoordinateTable, raise_for_status
-from sparseconv.gpu.launcher import INTERPRETED, Launcher, Pointer, follow, pointer
-from sparseconv.gpu.pinned import KeptReport, Report
+from sparseconv.gpu.launcher import INTERPRETED, Launcher, Pointer, pointer
+from sparseconv.gpu.report import Report
 
 
 class PendingCounts:
@@ -19,19 +19,14 @@ class PendingCounts:
     Args:
         taps: of the window.
         table: the one that was searched; its status is read along.
-        sent: `offsets` and `report`, where a launch that was made before writes them.
     """
 
-    def __init__(self, taps: int, table: CoordinateTable, sent: tuple[torch.Tensor, Report] | None = None) -> None:
+    def __init__(self, taps: int, table: CoordinateTable) -> None:
         device = table.coords.device
+        #: (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
+        self.offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
         #: offsets, distinct rows, overflow
-        self.report: Report | KeptReport
-        if sent is None:
-            #: (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
-            self.offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
-            self.report = (Report if table.device_count is None else KeptReport)(taps + 3, device)
-        else:
-            self.offsets, self.report = sent
+        self.report = Report(taps + 3, device)
         self._table: CoordinateTable | None = table
         #: whether the offsets were cut to what there is room for
         self.is_confined = False
@@ -41,6 +36,11 @@ class PendingCounts:
         """The offsets on the host; raises ValueError for duplicate rows or an extent too large for keys."""
         table = self._table
         if table is not None:
+            if table.device_count is not None:
+                raise RuntimeError(
+                    "the edges of a grid of fixed size are counted on the device alone, and layers in float64 ask for "
+                    "their number: ask a plan of an ordinary grid"
+                )
             values = self.report.read()
             if table.coords.shape[0]:
                 raise_for_status(table, values[-2] & 0xFFFFFFFF, values[-1])
@@ -104,7 +104,6 @@ def scan_kernel(
     counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, BLOCK: tl.constexpr
 ):
     """One program a tap: the edges of all taps before it, and of all chunks before each of its own."""
-    follow()
     scan_tap(
         tl.program_id(0), counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps,
         num_chunks, BLOCK,

@@ -9,7 +9,7 @@ import triton.language as tl
 from sparseconv.geometry.gpu.window.found import WindowSearch
 from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.taps import entry_of, look, take
-from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer
+from sparseconv.gpu.launcher import Launcher, ceil_div, pointer
 
 
 def neighbor_table(search: WindowSearch) -> torch.Tensor:
@@ -35,7 +35,6 @@ def planes_kernel(
     SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """planes[tap, row] = source row, for BLOCK rows and one run of taps."""
-    follow()
     EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
@@ -55,7 +54,6 @@ def planes_kernel(
 @triton.jit
 def count_kernel(planes_ptr, counts_ptr, totals_ptr, n, num_chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """counts[tap, chunk] = entries that are not negative; totals[tap] likewise."""
-    follow()
     chunk = tl.program_id(0)
     tap = tl.program_id(1)
     live = tl.zeros((BLOCK,), tl.int32)
@@ -72,7 +70,6 @@ def plane_keys_kernel(
     planes_ptr, bits_ptr, keys_ptr, n, num_taps, key_chunk, room, lost, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Sort keys of BLOCK rows in one group of taps, from the table."""
-    follow()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1)
     mask = tl.zeros((BLOCK,), keys_ptr.dtype.element_ty)

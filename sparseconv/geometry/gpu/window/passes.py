@@ -14,7 +14,7 @@ from sparseconv.geometry.gpu.window.found import LINES, SORT_KEYS, STARTS, Windo
 from sparseconv.geometry.gpu.window.taps import entry_of, look
 from sparseconv.geometry.gpu.window.window_3x3x3 import count_in_warps, mask_of_cube
 from sparseconv.gpu.cooperative import NUM_BARRIERS, barriers_of, leave, programs_at_once, wait_for_all
-from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, constant, follow, pointer, power_of_2
+from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, constant, pointer, power_of_2
 from sparseconv.gpu.radix_sort.kernels import count_digits
 from sparseconv.gpu.radix_sort.sort import COOPERATIVE_STEPS, COOPERATIVE_WARPS, Passes, digits_of
 from sparseconv.gpu.warp_asm import OPEN_COUNTERS, open_room
@@ -111,7 +111,6 @@ def around_kernel(
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """around[block, side] = the number of the block there, -1 if it is empty; of ``most`` blocks at most."""
-    follow()
     num_blocks = tl.minimum((tl.load(status_ptr) >> 32).to(tl.int32), most)
     find_around(
         ranges_ptr, table_ptr, ids_ptr, keys_ptr, num_blocks, around_ptr, capacity, programs,
@@ -155,7 +154,6 @@ def masks_kernel(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
     """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges."""
-    follow()
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,

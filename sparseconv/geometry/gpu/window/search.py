@@ -81,6 +81,8 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
             args = (pointer(neighbors), counts, totals, n, chunks)
             COUNT(device, (chunks, taps), args, (search.chunk_rows, 128))
         scan_counts(counters, scratch[STARTS], pending, table)
+    if table.device_count is None:
+        pending.report.send()
     return search if side is None else replace(search, moment=side.moment())
 
 
