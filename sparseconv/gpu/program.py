@@ -79,33 +79,14 @@ def program_of(
 class Fixed:
     """What a map gives the launches over it: arrays, then numbers; their addresses are read once for all of them."""
 
-    __slots__ = ("_arguments", "_tensors", "addresses", "bits")
+    __slots__ = ("addresses", "arguments", "bits")
 
     def __init__(self, arrays: tuple[torch.Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
-        self._arguments: tuple[Any, ...] | None = (*arrays, *numbers)
-        self._tensors: Callable[[], Fixed] | None = None
-        self._take([array.data_ptr() for array in arrays], numbers)
-
-    @classmethod
-    def at(cls, addresses: Sequence[int], numbers: tuple[int, ...], tensors: Callable[[], Fixed]) -> Fixed:
-        """Arrays at these addresses; ``tensors`` keeps their memory, and makes the same of tensors where Triton asks
-        for them."""
-        fixed = cls.__new__(cls)
-        fixed._arguments, fixed._tensors = None, tensors
-        fixed._take(addresses, numbers)
-        return fixed
-
-    def _take(self, addresses: Sequence[int], numbers: tuple[int, ...]) -> None:
+        self.arguments: tuple[Any, ...] = (*arrays, *numbers)
+        addresses = [array.data_ptr() for array in arrays]
         #: the addresses together: a multiple of 16 where all are
         self.bits = functools.reduce(operator.or_, addresses, 0)
         self.addresses = (*addresses, *numbers)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Arrays as tensors, then numbers."""
-        if self._arguments is None and self._tensors is not None:
-            self._arguments = self._tensors().arguments
-        return self._arguments or ()
 
 
 class Launch:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseconv.geometry.gpu.jobs.jobs import most_jobs
-from sparseconv.geometry.gpu.tiles import packed
 from sparseconv.geometry.gpu.tiles.schedule import (
     HALF_BIT,
     LOOKAHEAD,
@@ -20,7 +16,6 @@ from sparseconv.geometry.gpu.tiles.schedule import (
     plane_groups,
     tap_significance,
 )
-from sparseconv.gpu import arena as arenas
 from tests.twins import build_schedule, cut_jobs, gray_rank, retile
 
 
@@ -160,27 +155,3 @@ def test_schedule_refuses_what_it_cannot_cut():
         build_schedule(neighbors, 26, 128)
     with pytest.raises(ValueError, match="exactly once"):
         build_schedule(neighbors, 27, 128, groups=[range(26)])
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_schedule_is_launched_by_addresses_and_goes_with_its_last_owner(turned, monkeypatch) -> None:
-    for module in (packed, arenas):
-        monkeypatch.setattr(module, "INTERPRETED", False)
-    tiles, room = 6, 27 + LOOKAHEAD
-    lengths = packed.schedule_lengths(27, 128 * tiles, tiles, True)
-    arena = arenas.Arena(torch.device("cpu"), packed.SCHEDULE_KINDS, lengths)
-    schedule = packed.PackedSchedule(128, arena, (28, tiles, room), turned=turned)
-    fixed = schedule.fixed
-    assert fixed.addresses == schedule._launched_in(schedule.tile_order).addresses
-    assert fixed.bits % 16 == 0
-    assert [a.tolist() for a in fixed.arguments[:6]] == [
-        a.tolist() for a in schedule._launched_in(schedule.tile_order).arguments[:6]
-    ]
-    assert (schedule.num_slots, schedule.table_size) == (len(schedule.out_rows), schedule.neighbors.numel())
-    gc.disable()
-    try:
-        seen = weakref.ref(arena)
-        del schedule, fixed, arena
-        assert seen() is None
-    finally:
-        gc.enable()

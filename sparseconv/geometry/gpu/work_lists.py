@@ -82,9 +82,6 @@ def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
 def _turned(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
     """The schedule of the reversed edges of a map with a mirror symmetry: the same with other weight taps."""
     straight = schedule_of(kernel_map, form.block_m, False, form.split, form.chunked)
-    turned = straight.reversed()
-    if turned is not None:
-        return turned
     taps = straight.turned_taps
     if taps is None:
         taps = _mirrored(straight.tile_taps, kernel_map)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from sparseconv.geometry.gpu.hash_table.kernels import LOOKUP, TABLE
-from sparseconv.gpu.arena import Arena, Kinds
+from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, programs_at_once
 from sparseconv.gpu.launcher import Pointer, ceil_div, pointer, power_of_2
 from sparseconv.gpu.report import Report
@@ -101,7 +101,7 @@ class CoordinateTable:
 #: the arrays of a table's arena; those up to COUNTS start as zeros
 SLOTS, STATUS, RANGES, COUNTS, IDS, INFOS, KEYS, ROWS, ENTRIES = range(9)
 _I32, _I64 = torch.int32, torch.int64
-TABLE_KINDS = Kinds((_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64))
+TABLE_DTYPES = (_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64)
 
 
 def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -149,7 +149,7 @@ def build_table(
     coords = given if copy is None else copy
     device = coords.device
     lengths = table_lengths(n, columns)
-    arena = Arena(device, TABLE_KINDS, lengths, 0 if 0 < n <= CLEARED_ROWS else 4)
+    arena = Arena(device, TABLE_DTYPES, lengths, 0 if 0 < n <= CLEARED_ROWS else 4)
     report = Report(2 + 2 * columns, device) if n and ranges is None and device_count is None else None
     table = table_in(arena, coords, ranges, report, device_count)
     if n:
@@ -160,7 +160,7 @@ def build_table(
 
 
 def table_lengths(n: int, columns: int) -> list[int]:
-    """Those of the arrays in the arena of a table of n rows, whose kinds are `TABLE_KINDS`."""
+    """Those of the arrays in the arena of a table of n rows, whose kinds are `TABLE_DTYPES`."""
     capacity, some = max(64, n + n // 2), n or 1
     lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192]
     return [*lengths, capacity, 2 * some, some, some, some]

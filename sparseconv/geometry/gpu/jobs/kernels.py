@@ -9,20 +9,19 @@ Offsets (0, 1, 4, 5) in four jobs of at most two pairs: begin (0, 1, 3, 4), end 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.jobs.jobs import Jobs
-from sparseconv.geometry.gpu.jobs.packed import JOB_KINDS, PackedJobs, job_lengths
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
 
 #: pairs of a job and a tap that one program compares
 CELLS = 512
 _I32, _I64 = torch.int32, torch.int64
+#: the arrays of `Jobs`
+_DTYPES = (_I64, _I64, _I32, _I32)
 
 
 def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int, halved: bool = False) -> Jobs:
@@ -38,18 +37,12 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int, halv
         The jobs, on the device of the offsets.
     """
     taps, device = tap_offsets.shape[0] - 1, tap_offsets.device
-    arena = Arena(device, JOB_KINDS, job_lengths(count, taps))
-    lanes, block = job_constants(taps)
+    arena = Arena(device, _DTYPES, (count, count, count, taps + 1))
+    lanes = power_of_2(max(taps, 1))
+    block = max(1, min(128, CELLS // lanes))  # jobs that a program writes
     args = (pointer(tap_offsets), *arena, taps, count, quantum)
     _JOBS(device, (ceil_div(count, block),), args, (lanes, block, halved))
-    return PackedJobs(arena)
-
-
-@cache
-def job_constants(taps: int) -> tuple[int, int]:
-    """Lanes for taps, and jobs that a program writes."""
-    lanes = power_of_2(max(taps, 1))
-    return lanes, max(1, min(128, CELLS // lanes))
+    return Jobs(*map(arena.tensor, range(4)))
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparseconv.geometry.gpu.reached.kernels import CLAIM, DECODE, EMIT, EMIT_FIXED, MARK
-from sparseconv.gpu.arena import Arena, Kinds
+from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, programs_at_once
 from sparseconv.gpu.launcher import Pointer, ceil_div, pointer
 from sparseconv.gpu.report import Report
@@ -210,7 +210,7 @@ def _moves(
 #: the arrays that `_mark` leaves
 BITS, RANKS, SUMS, FOUND, PLACES, STARTS = range(6)
 _I32, _I64 = torch.int32, torch.int64
-_KINDS = Kinds((_I64, _I32, _I32, _I64, _I32, _I32))
+_DTYPES = (_I64, _I32, _I32, _I64, _I32, _I32)
 
 
 def _marked(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
@@ -234,7 +234,7 @@ def _mark(
     (n, columns), device = coords.shape, coords.device
     lines, words = ceil_div(sizes.cells, 4096), min(sizes.most, ceil_div(sizes.cells, 64))
     programs = min(programs_at_once(device, max(ceil_div(n, ROWS), ceil_div(lines, 512))), MOST_PROGRAMS)
-    arena = Arena(device, _KINDS, (lines, lines, 2 * MOST_PROGRAMS, words, words, words))
+    arena = Arena(device, _DTYPES, (lines, lines, 2 * MOST_PROGRAMS, words, words, words))
     args = (
         pointer(coords), pointer(moves.data), *arena, barriers_of(device, device_count), report,
         n, sizes.batches, moves.steps, lines, programs, *sizes.box,

@@ -24,7 +24,6 @@ from sparseconv.geometry.gpu.order.row_keys import row_keys
 from sparseconv.geometry.gpu.order.row_order import row_order
 from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges, ReversedEdges
 from sparseconv.geometry.gpu.tiles.kernels import CUBE_TILES, RANKS, TILES, TILES_64
-from sparseconv.geometry.gpu.tiles.packed import SCHEDULE_KINDS, PackedSchedule, schedule_lengths
 from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.gpu.window.found import WindowSearch
 from sparseconv.geometry.gpu.window.search import search_table
@@ -37,6 +36,8 @@ from sparseconv.gpu.streams import building, current
 #: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
 #: (taps split in groups or not), and to search again costs the host more than to build a schedule
 KEPT_ROWS = 65_536
+#: the arrays of a schedule: table, output rows, lists of the tiles, and slots where taps are in groups
+_DTYPES = (torch.int32,) * 7
 
 
 def schedule_on_gpu(
@@ -119,9 +120,10 @@ def make_tiles(
     slots, room = len(parts) * padded, lines + LOOKAHEAD
     tiles = slots // block_m
     split, cube = len(parts) > 1, plain and search.is_cube
-    lengths = schedule_lengths(lines, slots, tiles, cube)
-    arena = Arena(device, SCHEDULE_KINDS, (*lengths, len(parts) * n) if split else lengths)
-    schedule = PackedSchedule(block_m, arena, (lines + 1, tiles, room), len(parts) if split else 0)
+    length = tiles * room  # of the lists of all tiles; those of the reversed edges follow, at a multiple of 16 bytes
+    turned = (length + 3) & -4 if cube else 0
+    lengths = (lines + 1) * slots, slots, tiles, length, turned + length, tiles
+    arena = Arena(device, _DTYPES, (*lengths, len(parts) * n) if split else lengths)
     if tiles:
         line_of, weight_taps = encode_parts(parts, device)
         search.kept.extend((line_of, weight_taps))
@@ -140,7 +142,12 @@ def make_tiles(
             (TILES_64 if wide else TILES)(device, (tiles,), (*arrays, *numbers), constants)
         if not in_order:
             _rank(counts, launch_order, tiles, lines, device)
-    return schedule
+    neighbors, out, tile_count, listed, taps_of, ranked, *slot_of = map(arena.tensor, range(len(arena)))
+    return Schedule(
+        block_m, neighbors.view(lines + 1, slots), out, tile_count, listed.view(tiles, room),
+        taps_of[:length].view(tiles, room), ranked, slot_of[0].view(len(parts), n) if split else None,
+        taps_of[turned:].view(tiles, room) if cube else None,
+    )  # fmt: skip
 
 
 def rank_tiles(counts: torch.Tensor, order: torch.Tensor, lines: int) -> None:

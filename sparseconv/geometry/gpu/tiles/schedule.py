@@ -54,10 +54,6 @@ class Schedule:
         """Numbers of the table."""
         return self.neighbors.numel()
 
-    def reversed(self) -> Schedule | None:
-        """That of the reversed edges, where it costs nothing."""
-        return None
-
     def launched(self, order: torch.Tensor) -> Schedule:
         """The same tiles in another order of launch (T,) int32."""
         arrays = self.neighbors, self.out_rows, self.tile_counts, self.tile_rows, self.tile_taps
@@ -66,10 +62,7 @@ class Schedule:
     @cached_property
     def fixed(self) -> Fixed:
         """What a launch over the tiles takes."""
-        return self._launched_in(self.tile_order)
-
-    def _launched_in(self, order: torch.Tensor) -> Fixed:
-        lists = (self.tile_counts, self.tile_rows, self.tile_taps, order)
+        lists = (self.tile_counts, self.tile_rows, self.tile_taps, self.tile_order)
         return Fixed((self.neighbors, self.out_rows, *lists), (self.num_slots, self.tile_rows.shape[1]))
 
 

@@ -9,7 +9,7 @@ import torch
 from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
 from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts
 from sparseconv.geometry.gpu.window.taps import KEY_BITS, TapWindow
-from sparseconv.gpu.arena import Arena, Kinds
+from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.cooperative import DeviceCount
 from sparseconv.gpu.launcher import Pointer
 from sparseconv.gpu.radix_sort.sort import Passes
@@ -18,7 +18,7 @@ from sparseconv.gpu.streams import Moment
 #: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around a block, and a sort's
 STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
 _I32, _I64 = torch.int32, torch.int64
-SCRATCH = Kinds((_I32, _I32, _I32, _I64, _I32))
+SCRATCH = (_I32, _I32, _I32, _I64, _I32)
 
 
 @dataclass(eq=False)
