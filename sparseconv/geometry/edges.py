@@ -43,8 +43,8 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
         if fine.count is not None:
             found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
         return found
-    if torus is None and fine.device.type == "cpu" and fine.count is None:
-        pairs = _on_cpu().edges_by_lines(fine, coarse, window.stride, window.offsets)
+    if torus is None and _on_cpu().serves(fine):
+        pairs = _on_cpu().find_edges(fine, coarse, window.stride, window.offsets)
         if pairs is not None:
             sizes = len(fine), len(coarse), len(window.offsets)
             return KernelMap(*sizes, pairs=pairs, identity_tap=identity, mirror=mirror)
@@ -64,9 +64,9 @@ def _on_gpu() -> Any:
 
 @cache
 def _on_cpu() -> Any:
-    from sparseconv.geometry.cpu import line_search  # loaded where it is used
+    from sparseconv.geometry.cpu import compiled  # loaded where it is used
 
-    return line_search
+    return compiled
 
 
 @transforms.untraced
@@ -151,7 +151,7 @@ def _reach_on_cpu(
     grid: VoxelGrid, window: Window, box: IndexRange, scale: tuple[float, ...], *, to_fine: bool
 ) -> VoxelGrid | None:
     """The grid of what the window reaches within a box on no torus, by compiled loops; None where they do not serve."""
-    compiled = _on_cpu().compiled
+    compiled = _on_cpu()
     if not len(grid) or grid.is_shared or not compiled.serves(grid) or outside(box):
         return None
     found: tuple[torch.Tensor, IndexRange] | None = compiled.reached_voxels(grid, window, box, to_fine=to_fine)

@@ -35,7 +35,7 @@ def everything(grid: VoxelGrid, window: Window, boundary: Boundary, within: Inde
     coarse, fine = coarse_grid(grid, window, boundary, within), fine_grid(grid, window, boundary)
     ends = ((grid, grid, same), (grid, coarse, window), (coarse, coarse, same), (fine, grid, window))
     maps = [find_edges(*end, boundary) for end in ends]
-    arrays = [array for found in maps for array in (found.in_rows, found.out_rows, found.tap_offsets)]
+    arrays = [array for found in maps for array in (found.neighbors, found.tap_offsets)]
     return [repr(coarse), repr(fine), coarse.coords, fine.coords, *arrays]
 
 
@@ -88,7 +88,7 @@ def test_a_box_too_large_for_its_voxels_and_a_window_with_gaps_are_left_to_torch
             assert_same(found, everything(grid, asked, Boundary.absent(), None))
 
 
-def test_coarse_voxels_in_another_order_than_theirs_are_left_to_torch():
+def test_coarse_voxels_in_another_order_than_theirs():
     fine, coarse, window = grid_of(0, 3, 100, 5, True), grid_of(1, 3, 80, 3, True), Window.of(3, 3, 2, 1, 1)
     found = find_edges(fine, coarse, window, Boundary.absent())
     with pytest.MonkeyPatch.context() as patch:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry.cpu import compiled, line_search
-from sparseconv.geometry.cpu.line_search import edges_by_lines
+from sparseconv.geometry.cpu.compiled import find_edges
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange
 
@@ -56,28 +55,23 @@ def searched(fine: VoxelGrid, coarse: VoxelGrid, stride, offsets) -> list[tuple[
     return sorted(found)
 
 
-@pytest.mark.parametrize("few", [0, line_search.FEW, None], ids=["by lines", "at once", "compiled"])
 @pytest.mark.parametrize("name", WINDOWS)
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 999), count=st.integers(0, 60), size=st.integers(1, 4))
-def test_every_window(name, few, seed, count, size):
+def test_every_window(name, seed, count, size):
     stride, offsets = WINDOWS[name]
     fine, coarse = grid_of(seed, count, size), grid_of(seed + 1, 30, 3)
-    with pytest.MonkeyPatch.context() as patch:
-        if few is not None:
-            patch.setattr(line_search, "FEW", few)
-            patch.setattr(compiled, "serves", lambda grid: False)
-        assert listed(edges_by_lines(fine, coarse, stride, offsets)) == searched(fine, coarse, stride, offsets)
-        assert listed(edges_by_lines(fine, fine, stride, offsets)) == searched(fine, fine, stride, offsets)
+    assert listed(find_edges(fine, coarse, stride, offsets)) == searched(fine, coarse, stride, offsets)
+    assert listed(find_edges(fine, fine, stride, offsets)) == searched(fine, fine, stride, offsets)
 
 
 def test_a_reach_past_63_bits_is_left_to_the_general_search():
     far = 2**30 - 1
     coords = torch.tensor([[0, 0, 0, 0], [0, far, far, 3], [0, far, far, 4]])
     grid = VoxelGrid(coords)
-    assert edges_by_lines(grid, grid, (1, 1, 1), CUBE) is not None
+    assert find_edges(grid, grid, (1, 1, 1), CUBE) is not None
     wide = VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 2**31 - 2, 2**30 - 1, 2]]))
-    assert edges_by_lines(wide, wide, (1, 1, 1), CUBE) is None
+    assert find_edges(wide, wide, (1, 1, 1), CUBE) is None
 
 
 @given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from([torch.int32, torch.int64]))

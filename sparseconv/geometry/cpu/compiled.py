@@ -36,27 +36,22 @@ class _Lines(NamedTuple):
     mirrors: torch.Tensor
 
 
-def found_edges(
-    space: KeySpace, fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints, ...]
+def find_edges(
+    fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Every edge fine = stride * coarse + offsets[k] as (in_rows, out_rows, tap_offsets), in a space of all reach.
+    """Every edge fine = stride * coarse + offsets[k] as (in_rows, out_rows, tap_offsets); None past 63-bit keys.
 
-    None where coarse voxels do not lie in lexicographic order. Keys and queries ascend, so a line of taps is found in
-    one walk along both. One walk counts the edges, and a second one writes them.
+    In a key space that holds the whole reach of the window, a tap adds a constant to a key, and consecutive taps along
+    the last axis add consecutive constants. Keys and queries ascend, so a line of taps is found in one walk along both.
+    One walk counts the edges, and a second one writes them. On one grid at stride 1, half of the taps are the other
+    half's, reversed: the 27 taps of a submanifold kernel 3 take five lines.
     """
+    space = _reach(fine, coarse, stride, offsets)
+    if space is None:
+        return None
     one_grid = coarse is fine and all(s == 1 for s in stride)
-    keys, ascend = _keys(space, fine.coords)
-    if ascend:
-        rows = torch.arange(len(fine), dtype=torch.int32)
-    else:
-        order = fine._table.rows
-        keys[:-1], rows = keys[:-1][order], order.int()
-    queries, called = keys, rows
-    if not one_grid:
-        queries, ascend = _keys(space, coarse.coords, stride)
-        if not ascend:
-            return None
-        called = torch.arange(len(coarse), dtype=torch.int32)
+    keys, rows, _ = _sorted_keys(space, fine, ())
+    queries, called, ascend = (keys, rows, True) if one_grid else _sorted_keys(space, coarse, stride)
     lines = _lines(offsets, one_grid)
     by = space.factors[1:]
     deltas = _numbers(sum(o * f for o, f in zip(first, by)) for first in lines.firsts)
@@ -68,7 +63,39 @@ def found_edges(
     count = search(0, *sizes, *places, None, None)
     ins, outs = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
     search(1, *sizes, *places, ins.data_ptr(), outs.data_ptr())
+    if not ascend:  # by output row within a tap, as of a grid in lexicographic order
+        taps = torch.repeat_interleave(torch.arange(len(offsets)), ends.diff())
+        order = torch.argsort(taps * len(coarse) + outs)
+        ins, outs = ins[order], outs[order]
     return ins, outs, ends
+
+
+def _sorted_keys(space: KeySpace, grid: VoxelGrid, stride: Ints) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """The keys of stride * voxels in ascending order, with a larger one behind them, (N+1,) int64; their rows (N,)
+    int32; and whether they lie so in the grid."""
+    keys, ascend = _keys(space, grid.coords, stride)
+    if ascend:
+        return keys, torch.arange(len(grid), dtype=torch.int32), True
+    order = grid._table.rows
+    keys[:-1] = keys[:-1][order]
+    return keys, order.int(), False
+
+
+def _reach(fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints, ...]) -> KeySpace | None:
+    """The keys of every point that is on the fine grid, where a window stands, or seen through a tap.
+
+    So what a tap adds to a key fits 64 bits, however far padding moves the taps away.
+    """
+    start, end = [0], [max(fine.batch_size, 1)]
+    for axis, step in enumerate(stride):
+        reach = [0, *(offset[axis] for offset in offsets)]
+        seen = (step * coarse.extent.start[axis] + min(reach), step * (coarse.extent.end[axis] - 1) + max(reach) + 1)
+        start.append(min(fine.extent.start[axis], seen[0]))
+        end.append(max(fine.extent.end[axis], seen[1]))
+    try:
+        return KeySpace.covering(IndexRange(tuple(start), tuple(end)))
+    except ValueError:
+        return None
 
 
 def reached_voxels(
