@@ -26,7 +26,8 @@ class LossByRows(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        by_rows = function is torch.nn.functional.cross_entropy and all(t.is_cuda for t in args[:2])
+        is_theirs = function is torch.nn.functional.cross_entropy and len(args) > 1
+        by_rows = is_theirs and all(t.is_cuda for t in args[:2])
         return (cross_entropy_by_rows if by_rows else function)(*args, **(kwargs or {}))
 
 

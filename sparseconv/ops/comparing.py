@@ -10,7 +10,7 @@ import torch
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
-#: the part of its rms by which sums in another order may change a result, by the bits of a number
+#: the part of its norm by which sums in another order may change a result, by the bits of a number
 NOISE = {16: 0.05, 32: 0.01, 64: 1e-6}
 
 
@@ -34,17 +34,23 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def gap_of(a: torch.Tensor, b: torch.Tensor) -> float:
+    """By how much ``a`` differs from ``b``, as a part of its norm, NaNs being alike; of integers 1 where any does."""
+    if not b.is_floating_point():
+        return float(not torch.equal(a, b))
+    a, b = a.detach().double(), b.double()
+    off = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
+    return float(off.norm() / b.nan_to_num().norm().clamp_min(1e-12)) if b.numel() else 0.0
+
+
 def apart(found: Any, wanted: Any) -> float:
-    """The largest part of its rms by which a tensor of a result is off, where it is more than noise; else 0."""
+    """The largest gap (`gap_of`) between floating-point tensors of two results, where it is more than noise; else 0."""
     worst = 0.0
     for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True):
         a, b = (v.features if isinstance(v, SparseTensor) else v for v in (a, b))
         if isinstance(b, torch.Tensor) and a.shape != b.shape:
             raise ValueError(f"the size of a result depends on the scene: {tuple(a.shape)}, and alone {tuple(b.shape)}")
-        if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel():
-            noise = NOISE[8 * min(a.itemsize, b.itemsize)]
-            a, b = a.double(), b.double()
-            gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
-            off = float(gap.square().mean().sqrt() / b.nan_to_num().square().mean().sqrt().clamp_min(1e-12))
+        if isinstance(b, torch.Tensor) and b.is_floating_point():
+            off, noise = gap_of(a, b), NOISE[8 * min(a.itemsize, b.itemsize)]
             worst = max(worst, off) if off > noise else math.inf if off != off else worst
     return worst

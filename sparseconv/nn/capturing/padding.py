@@ -17,6 +17,7 @@ from sparseconv.nn.capturing.reads import HERE
 from sparseconv.nn.capturing.values.given import CannotCapture
 from sparseconv.nn.fused.evaluation import evaluated_batch_norm
 from sparseconv.nn.fused.training import batch_norm_of_rows
+from sparseconv.ops.comparing import gap_of
 from sparseconv.torch_private import TorchDispatchMode, add_each, pytree
 
 #: functions without a file that are nobody's, which those of a prompt or a notebook are not
@@ -149,7 +150,7 @@ def keep_apart(
     """
     own = {t.untyped_storage().data_ptr() for t in tensors}
     one, other = (run(Noise(by, own)) for by in NOISE)
-    gap = off(gaps_of(one, other), list(map(result_limit, other)), buffers)
+    gap = off(list(map(gap_of, one, other)), list(map(result_limit, other)), buffers)
     if gap is not None:
         raise CannotCapture(APART.format(gap))
 
@@ -273,19 +274,6 @@ def _place() -> str | None:
             return f"at {Path(name).name}:{frame.f_lineno}: {line}"
         frame = frame.f_back
     return None
-
-
-def gaps_of(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[float]:
-    """By how much results differ, as parts of their norm; of integers 1 where any does."""
-    return [_gap(a.detach(), b) for a, b in zip(found, wanted)]
-
-
-def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    if not b.is_floating_point():
-        return float(not torch.equal(a, b))
-    a, b = a.double(), b.double()
-    gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
-    return float(gap.norm() / b.nan_to_num().norm().clamp_min(1e-12)) if b.numel() else 0.0
 
 
 def result_limit(result: torch.Tensor) -> float:

@@ -9,10 +9,11 @@ import torch
 
 from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.module_state import without_traces
-from sparseconv.nn.capturing.padding import APART, gaps_of, off, result_limit
+from sparseconv.nn.capturing.padding import APART, off, result_limit
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside, kind_of, watched
 from sparseconv.nn.capturing.values.given import CannotCapture, DoesNotFit, Given
+from sparseconv.ops.comparing import gap_of
 from sparseconv.torch_private import allows_tf32
 
 #: the part of their norm by which all gradients together may differ: sums run in another order
@@ -100,19 +101,19 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
                 raise CannotCapture(
                     f"result {number} has a size that depends on the scene: {tuple(a.shape)}, alone {tuple(b.shape)}"
                 )
-        gaps, jitter = gaps_of(found, wanted), _rounding(scene.features)
+        gaps, jitter = list(map(gap_of, found, wanted)), _rounding(scene.features)
         limits, is_first = list(map(result_limit, wanted)), recording.gaps is None
         of_buffers = [max([result_limit(b), *limits]) if b.is_floating_point() else 0.0 for b in left.values()]
         if recording.gaps is None:
             recording.gaps = gaps
         else:
             limits = [min(most, TIMES * max(gap, jitter)) for most, gap in zip(limits, recording.gaps)]
-        gap, gaps_left = off(gaps, limits), gaps_of([*moved.values()], [*left.values()])
+        gap, gaps_left = off(gaps, limits), list(map(gap_of, moved.values(), left.values()))
         if gap is not None or off(gaps_left, of_buffers) is not None:
             put_back()
             again = eager_call(recording, call, given, jitter).answer.tensors
-            left_again = gaps_of([*recording.state.buffers_now(moved).values()], [*left.values()])
-            what = gap if off(gaps_of(again, wanted), limits) is None else None
+            left_again = list(map(gap_of, recording.state.buffers_now(moved).values(), left.values()))
+            what = gap if off(list(map(gap_of, again, wanted)), limits) is None else None
             if what is None:
                 clear = [gap if gap > TIMES * now else 0.0 for gap, now in zip(gaps_left, left_again)]
                 what = off(clear, of_buffers, list(left))
