@@ -45,7 +45,7 @@ from sparseconv.nn.models.resnet import ResNet
 from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
 from sparseconv.nn.models.spunet import SpUNet
 from sparseconv.nn.models.unet import UNet
-from sparseconv.nn.module import FeatureModule, SparseModule
+from sparseconv.nn.module import FeatureModule, SparseModule, pack
 from sparseconv.nn.normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from sparseconv.nn.pooling import (
     AvgPool,
@@ -124,6 +124,7 @@ __all__ = [
     "capture",
     "capture_step",
     "explain",
+    "pack",
     "release",
 ]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from sparseconv.kinds import check_tensor
+from sparseconv.kinds import check_tensor, described
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
 Features = TypeVar("Features", torch.Tensor, SparseTensor)
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 class SparseModule(torch.nn.Module):
@@ -72,3 +74,27 @@ def apply(module: torch.nn.Module, x: Any) -> Any:
     if isinstance(x, SparseTensor) and not isinstance(module, SparseModule):
         return x.with_features(module(x.features))
     return module(x)
+
+
+def pack(module: Module, packed: bool = True) -> Module:
+    """Lay a module's weights in memory as kernels read them, so that no call copies them. Returns the module.
+
+    It is for layers of spconv's and fVDB's names, whose weights have other layouts; this library's own have this one.
+    Parameters keep their names, shapes and numbers: their strides change, as ``module.to(memory_format=...)`` changes
+    them. Nothing is kept beside them, so a call computes with whatever was written to a weight, in training too.
+    ``packed=False`` makes them contiguous again, which safetensors asks of what it saves.
+
+    >>> import sparseconv.interop.spconv.pytorch as spconv
+    >>> layer = pack(spconv.SubMConv3d(4, 8, 3))
+    >>> layer.weight.shape, layer.weight.flatten(1, 3).permute(1, 2, 0).is_contiguous()
+    (torch.Size([8, 3, 3, 3, 4]), True)
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"pack takes a torch.nn.Module, but it was given {described(module)}: plan.pack packs a weight")
+    for part in module.modules():
+        axes = getattr(part, "packed_axes", None)
+        if axes:
+            weight = part.get_parameter("weight")
+            laid = weight.detach().permute(axes).contiguous().permute(np.argsort(axes).tolist())
+            weight.data = laid if packed else weight.detach().contiguous()
+    return module

@@ -11,11 +11,13 @@ import sys
 import weakref
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 
 import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as spconv
+from sparseconv import nn
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
 from sparseconv.plan import PlanSet
 from tests.interop.scenes import scene
@@ -616,3 +618,81 @@ def test_indices_written_past_torchs_counter_are_seen(how):
     (x.indices.data if how == "data" else torch.from_numpy(x.indices.numpy())).copy_(moved)
     want = conv(spconv.SparseConvTensor(x.features, moved, x.spatial_shape, x.batch_size)).features
     torch.testing.assert_close(conv(x).features, want)
+
+
+# ---- weights laid in memory as kernels read them
+
+
+class Layers(torch.nn.Module):
+    """Every kind of layer, one of one tap and one in groups among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = spconv.SparseSequential(
+            spconv.SubMConv3d(5, 8, 3, indice_key="a"),
+            spconv.SubMConv3d(8, 8, 3, groups=2),
+            spconv.SubMConv3d(8, 8, 1),
+            spconv.SparseConv3d(8, 8, 3, 2, 1, indice_key="b"),
+            spconv.SparseInverseConv3d(8, 4, 3, indice_key="b"),
+            spconv.SparseConvTranspose3d(4, 4, 2, 2),
+        )
+
+    def forward(self, x):
+        return self.net(x).features
+
+
+def test_packed_layers_give_the_same_and_train_the_same():
+    torch.manual_seed(0)
+    net, x = Layers(), tensor()
+    twin = copy.deepcopy(net)
+    strides = [layer.weight.stride() for layer in net.net]
+    assert nn.pack(net) is net
+    for at, layer in enumerate(net.net):
+        taps = layer.weight.flatten(1, -2).permute(1, 2, 0)
+        assert taps.is_contiguous() == (at != 2)  # the one of a single tap reads its memory otherwise
+        assert torch.equal(layer.weight, twin.net[at].weight)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (net, twin)]
+    for _ in range(3):
+        for one, optimizer in zip((net, twin), optimizers):
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+        assert torch.allclose(net(x), twin(x), atol=1e-6)
+    assert net.net[0].weight.flatten(1, -2).permute(1, 2, 0).is_contiguous()
+    nn.pack(net, False)
+    assert [layer.weight.stride() for layer in net.net] == strides
+    assert torch.allclose(net(x), twin(x), atol=1e-6)
+
+
+WRITES = {
+    "in_place": lambda w: w.mul_(2),
+    "data": lambda w: w.data.mul_(2),
+    "numpy": lambda w: np.multiply(w.numpy(), 2, out=w.numpy()),
+    "another": lambda w: setattr(w, "data", 2 * w.data),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_packed_layers_follow_whatever_writes_to_them(write):
+    layer, x = nn.pack(spconv.SubMConv3d(5, 8, 3, bias=False)).eval(), tensor()
+    before = layer(x).features
+    WRITES[write](layer.weight.detach() if write == "numpy" else layer.weight)
+    assert torch.equal(layer(x).features, 2 * before)
+
+
+@torch.no_grad()
+def test_packed_layers_are_copied_loaded_and_moved():
+    layer, x = nn.pack(spconv.SubMConv3d(5, 8, 3)), tensor()
+    want = layer(x).features
+    fresh = spconv.SubMConv3d(5, 8, 3)
+    fresh.load_state_dict(layer.state_dict())
+    packed = nn.pack(spconv.SubMConv3d(5, 8, 3))
+    packed.load_state_dict(fresh.state_dict())
+    for other in (fresh, packed, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x).features, want)
+    assert fresh.weight.is_contiguous()
+    for other in (packed, copy.deepcopy(layer), copy.deepcopy(layer).double()):
+        assert other.weight.flatten(1, -2).permute(1, 2, 0).is_contiguous()
+    with pytest.raises(TypeError, match=r"pack takes a torch.nn.Module, but it was given .*: plan.pack packs a weight"):
+        nn.pack(layer.weight)

@@ -35,6 +35,11 @@ class _Convolution(torch.nn.Module):
         for parameter in self.parameters(recurse=False):
             torch.nn.init.uniform_(parameter, -bound, bound)
 
+    @property
+    def packed_axes(self) -> tuple[int, ...]:
+        """The axes of the weight as kernels read it, (*kernel, C_in, C_out), for `nn.pack`."""
+        return (*range(2, self.weight.ndim), 1, 0)
+
     def extra_repr(self) -> str:
         size = f"kernel_size={self.kernel_size.tolist()}, stride={self.stride.tolist()}"
         return f"{self.in_channels}, {self.out_channels}, {size}" + ("" if self.bias is not None else ", bias=False")

@@ -166,6 +166,12 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         return out.replace_feature(activated(out.features + add_input.features, self.act_type, self.act_alpha))
 
     @property
+    def packed_axes(self) -> tuple[int, ...]:
+        """The axes of the weight as kernels read it, (*kernel, C_in, C_out), for `nn.pack`; none of a layer that reads
+        its memory as (C_in, C_out)."""
+        return () if self.conv1x1 and self.groups == 1 else (*range(1, self.ndim + 2), 0)
+
+    @property
     def joins(self) -> bool:
         """Whether a batch norm and an activation after this layer can go into its kernel."""
         plain = type(self).forward is SparseConvolution.forward and not self._has_act

@@ -22,6 +22,7 @@ from sparseconv.interop.fvdb import (
     coverage,
     nn,
 )
+from sparseconv.nn import pack
 from tests import oracle
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -154,6 +155,11 @@ def test_layers_take_fvdbs_weights():
     assert {name: tuple(value.shape) for name, value in one.state_dict().items()} == {"weight": (3, 2)}
     plan = ConvolutionPlan.from_grid_batch(1, 1, source)
     assert torch.allclose(one(x, plan).jdata, x.jdata @ one.weight.t(), atol=1e-6)
+    for packed, geometry in ((layer, down), (one, plan)):
+        want = packed(x, geometry).jdata
+        pack(packed)
+        assert torch.equal(packed(x, geometry).jdata, want)
+        assert packed.weight.permute(*range(2, packed.weight.ndim), 1, 0).is_contiguous()
     with pytest.raises(ValueError, match="another layer"):
         back(y, down)
 
