@@ -1,10 +1,10 @@
-"""Pictures of voxels: `show` anything; slices, clouds, solid surfaces, and which voxel meets which (extra ``viz``)."""
+"""Visualization: `show` for grids, tensors and plans; slices, voxels, surfaces and kernel maps (extra ``viz``)."""
 
 from sparseconv.viz.cells import dense_against_sparse
 from sparseconv.viz.figures import new_figure, save_figure
 from sparseconv.viz.meetings import draw_cells, draw_lines, draw_window
 from sparseconv.viz.slices import show_slice, slice_image
-from sparseconv.viz.solid import render_surface, scatter3d
+from sparseconv.viz.solid import draw_voxels, render_surface, scatter3d
 from sparseconv.viz.view import View, show
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "dense_against_sparse",
     "draw_cells",
     "draw_lines",
+    "draw_voxels",
     "draw_window",
     "new_figure",
     "render_surface",

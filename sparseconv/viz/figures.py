@@ -36,10 +36,10 @@ STYLE: Any = {
 
 @contextmanager
 def new_figure(width: float, height: float) -> Iterator[Figure]:
-    """An empty figure of that many inches, which needs no display; inside of the block the house's style holds.
+    """An empty figure of that many inches that needs no display; the block uses the package's style.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: if matplotlib is not installed.
 
     >>> with new_figure(4, 3) as figure:
     ...     lines = figure.subplots().plot([0, 1])
@@ -50,21 +50,21 @@ def new_figure(width: float, height: float) -> Iterator[Figure]:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("pictures are drawn with matplotlib: pip install 'sparseconv[viz]'") from None
+        raise ImportError("pictures need matplotlib: pip install 'sparseconv[viz]'") from None
     with rc_context(STYLE):
         yield Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def checked_picture_path(path: str | Path) -> Path:
-    """The path of a picture that can be written. Raises ValueError for an unknown ending or a missing folder."""
+    """The path of a picture to write. Raises ValueError for an unknown suffix or a missing folder."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"a picture's name ends in {', '.join(FORMATS)}; got {str(path)!r}")
+        raise ValueError(f"a picture's name must end with {', '.join(FORMATS)}; got {str(path)!r}")
     return check_place(path)
 
 
-def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
-    """Write a figure under its final name only when it is complete: a temporary folder beside it, then a rename.
+def save_figure(figure: Figure, path: str | Path, dpi: int = 110, *, tight: bool = False) -> Path:
+    """Write a figure under its final name only when it is complete; ``tight`` crops its margins.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder, new_figure(1, 1) as figure:
@@ -75,5 +75,6 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
 
     path = checked_picture_path(path)
     with written_whole(path) as unfinished, rc_context(STYLE):
-        figure.savefig(unfinished, dpi=dpi)
+        cropped: Any = {"bbox_inches": "tight", "pad_inches": 0.08} if tight else {}
+        figure.savefig(unfinished, dpi=dpi, **cropped)
     return path

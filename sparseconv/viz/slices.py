@@ -39,7 +39,7 @@ def slice_image(
     if grid.rank != 3 or axis not in (0, 1, 2):
         raise ValueError(f"slices are of rank 3 along axis 0, 1 or 2; got rank {grid.rank}, axis {axis}")
     if len(values) != len(grid):
-        raise ValueError(f"values must have {len(grid)} rows, one a voxel; got {tuple(values.shape)}")
+        raise ValueError(f"values must have {len(grid)} rows, one per voxel; got {tuple(values.shape)}")
     size, origin, extent = grid.voxel_size, grid.origin, grid.extent
     layer = int(np.floor((at - origin[axis]) / size[axis]))
     coords = grid.coords.cpu()

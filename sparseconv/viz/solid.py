@@ -1,4 +1,4 @@
-"""Voxels in three dimensions: clouds of points, and shaded surfaces found by rays."""
+"""Voxels in three dimensions: cubes, point clouds, and ray-traced surfaces."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def scatter3d(
     true_size: bool = False,
     **options: Any,
 ) -> Any:
-    """Draw voxel centres as dots, coloured by values (N,); of more than ``most`` voxels an even choice is drawn.
+    """Draw voxel centers as points colored by values (N,); of more than ``most`` voxels, every n-th is drawn.
 
-    ``axes`` has matplotlib's 3-D projection; ``options`` go to its ``scatter``. ``zoom`` is the size of the box in its
-    axes: 1 leaves room for the marks of flat boxes. With ``true_size`` a dot is a square as wide as a voxel is on the
-    picture (at the box's centre, for the figure's size at the call). Returns what ``scatter`` returns.
+    ``axes`` has matplotlib's 3-D projection; ``options`` go to its ``scatter``. ``zoom`` scales the box in its axes: 1
+    leaves room for the tick labels of flat boxes. With ``true_size`` a point is a square as wide as a voxel in the
+    picture (at the center of the box, for the figure's size at the call). Returns what ``scatter`` returns.
 
     >>> from sparseconv.viz import new_figure
     >>> grid = VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 0, 1, 2]]))
@@ -42,7 +42,6 @@ def scatter3d(
     [0.0, 1.0]
     """
     from matplotlib.markers import MarkerStyle
-    from matplotlib.ticker import MaxNLocator
 
     step = max(1, math.ceil(len(grid) / most))
     centres = grid.positions()[::step].cpu().numpy()
@@ -50,17 +49,67 @@ def scatter3d(
     look: dict[str, Any] = {"s": 1.0, "linewidths": 0, "depthshade": False} | options
     dots = axes.scatter(centres[:, 0], centres[:, 1], centres[:, 2], c=colours, **look)
     if len(centres):
-        spans = np.ptp(centres, 0)
-        sides = np.maximum(spans, 0.05 * spans.max() + 1e-9)
-        axes.set_box_aspect(sides, zoom=zoom)
-        for name, side in zip("xyz", sides):  # as many marks as there is room for
-            getattr(axes, f"{name}axis").set_major_locator(MaxNLocator(max(1, round(6 * side / sides.max()))))
+        _fit_box(axes, np.ptp(centres, 0), zoom)
     if true_size and len(centres):
         dots.set_paths([MarkerStyle("s").get_path().transformed(MarkerStyle("s").get_transform())])
         dots.set_sizes([_voxel_width(axes, grid) ** 2])
     for name in "xyz":
         getattr(axes, f"set_{name}label")(axis_label(name, unit))
     return dots
+
+
+def draw_voxels(
+    axes: Axes3D, grid: VoxelGrid, colors: Float[np.ndarray, "N 3"], *, unit: str = "", zoom: float = 1.25
+) -> Any:
+    """Draw voxels of rank 3 as cubes: the faces that the viewer can see, shaded by their direction.
+
+    ``axes`` has matplotlib's 3-D projection, seen as it is now. Returns the collection of faces. Each face is a
+    polygon, so some thousand voxels are enough; use `scatter3d` for more.
+
+    >>> from sparseconv.viz import new_figure
+    >>> grid = VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]]))
+    >>> with new_figure(3, 3) as figure:
+    ...     axes = figure.add_subplot(projection="3d")
+    ...     faces = draw_voxels(axes, grid, np.ones((2, 3)))
+    >>> len(faces.get_facecolor())  # two sides of each, and one top
+    5
+    """
+    from mpl_toolkits.mplot3d.art3d import Poly3DCollection
+
+    a, e = math.radians(axes.azim), math.radians(axes.elev)
+    toward = (math.cos(a) * math.cos(e), math.sin(a) * math.cos(e), math.sin(e))
+    size = np.asarray(grid.voxel_size)
+    low = grid.positions().cpu().numpy() - size / 2
+    corners, shades = [], []
+    for axis, (side, shade) in enumerate(zip(toward, (0.86, 0.7, 1.0))):
+        step = torch.zeros(4, dtype=grid.coords.dtype, device=grid.device)
+        step[1 + axis] = 1 if side >= 0 else -1
+        open_ = (grid.lookup(grid.coords + step) < 0).cpu().numpy()
+        square = np.insert(np.array([[0, 0], [1, 0], [1, 1], [0, 1]]), axis, int(side >= 0), axis=1)
+        corners.append(low[open_][:, None] + square * size)
+        shades.append(colors[open_] * shade)
+    faces = Poly3DCollection(
+        np.concatenate(corners), facecolors=np.concatenate(shades), edgecolors="#00000030", linewidths=0.3
+    )
+    axes.add_collection3d(faces)
+    if len(low):
+        spans = np.ptp(np.concatenate([low, low + size]), 0)
+        for name, start, span in zip("xyz", low.min(0), spans):
+            getattr(axes, f"set_{name}lim3d")(start, start + span)
+        _fit_box(axes, spans, zoom)
+    for name in "xyz":
+        getattr(axes, f"set_{name}label")(axis_label(name, unit))
+    return faces
+
+
+def _fit_box(axes: Axes3D, spans: np.ndarray, zoom: float) -> None:
+    """True proportions, and as many marks along an axis as there is room for."""
+    from matplotlib.ticker import MaxNLocator
+
+    sides = np.maximum(spans, 0.05 * spans.max() + 1e-9)
+    axes.set_box_aspect(sides, zoom=zoom)
+    for name, side in zip("xyz", sides):
+        getattr(axes, f"{name}axis").set_major_locator(MaxNLocator(max(1, round(6 * side / sides.max()))))
 
 
 def _voxel_width(axes: Axes3D, grid: VoxelGrid) -> float:

@@ -1,4 +1,4 @@
-"""`show`: a grid, a tensor or a plan, as a view to turn in a notebook and as a picture everywhere else."""
+"""`show`: a grid, a tensor or a plan, as an interactive view in a notebook and as a picture elsewhere."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from sparseconv.viz.cells import axis_label, unit_of
 from sparseconv.viz.figures import STYLE, new_figure, save_figure
 from sparseconv.viz.meetings import busiest_row, draw_cells, draw_lines, draw_window, edges_into
 from sparseconv.viz.palette import CATEGORIES, GREY, INK, SEQUENTIAL, WINDOW
-from sparseconv.viz.solid import scatter3d
+from sparseconv.viz.solid import draw_voxels, scatter3d
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
     from matplotlib.figure import Figure
 
+#: voxels that a picture draws as cubes, at most
+CUBES = 6000
+
 
 @dataclass(frozen=True)
 class View:
-    """What `show` gives: the picture, and where a notebook can show it, the same as a scene to turn.
+    """What `show` returns: a picture and, in a notebook with k3d, an interactive scene.
 
     A notebook displays it by itself. A script opens no window: ``show(grid).save("grid.png")`` writes the picture.
 
@@ -43,15 +46,15 @@ class View:
 
     def save(self, path: str | Path, dpi: int = 110) -> Path:
         """Write the picture: a whole file or none."""
-        return save_figure(self.figure, path, dpi)
+        return save_figure(self.figure, path, dpi, tight=True)
 
     def _repr_mimebundle_(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> dict[str, Any]:
-        """The picture for every reader, and the scene for those that run its code."""
+        """The picture as PNG, and the interactive scene for front ends that support it."""
         from matplotlib import rc_context
 
         image = BytesIO()
         with rc_context(STYLE):
-            self.figure.savefig(image, format="png", dpi=90)
+            self.figure.savefig(image, format="png", dpi=90, bbox_inches="tight", pad_inches=0.08)
         bundle: dict[str, Any] = {"text/plain": f"View({self._holds})", "image/png": image.getvalue()}
         if self.scene is not None:
             made = self.scene._repr_mimebundle_()
@@ -77,27 +80,27 @@ def show(
     names: Sequence[str] = (),
     live: bool | None = None,
 ) -> View:
-    """Show voxels, coloured by a number each, or the edges of a plan's kernel map.
+    """Show voxels colored by value, or the edges of a plan's kernel map.
 
     A notebook displays what this returns. In a script, save it: ``show(grid).save("grid.png")``.
 
     Args:
         what: a grid or a tensor of rank 2 or 3, or a plan of rank 1, 2 or 3.
-        values: (N,), one a voxel: floats are a scale, integers (shards, labels) are colours of their own. Default: for
-            a tensor its one channel, or the length of its features; for a grid its last axis, the height.
-        row: of a plan of rank 2 or 3, the output whose edges are drawn; default: one with the most inputs.
-        batch: the item to show.
-        unit: of the grid's voxel size, for the labels; default: voxels where it has none.
-        title: above the picture; default: what it is.
-        names: of the integers 0, 1, ... among the values.
-        live: whether to make a scene of k3d too; default: in a notebook, where k3d is installed.
+        values: (N,), one per voxel: floats use a color scale, integers (shards, labels) one color each. Default: for a
+            tensor its single channel, or the norm of its features; for a grid the last axis, the height.
+        row: for a plan of rank 2 or 3, the output whose edges are drawn; default: one with the most inputs.
+        batch: the batch item to show.
+        unit: unit of the grid's voxel size, for the labels; default: voxels if it has none.
+        title: title of the picture; default: what it shows.
+        names: names of the integers 0, 1, ... among the values.
+        live: whether to create an interactive k3d scene too; default: in a notebook with k3d installed.
 
     Returns:
-        A `View`, with the ``figure`` (matplotlib's) and perhaps the ``scene``.
+        A `View` with the matplotlib ``figure`` and, if created, the k3d ``scene``.
 
     Raises:
-        TypeError: neither grid, tensor nor plan. ValueError: a rank that cannot be drawn, or values that do not fit.
-        ImportError: matplotlib, or k3d where ``live`` asks for it, is not installed.
+        TypeError: if ``what`` is no grid, tensor or plan. ValueError: if the rank cannot be drawn or values do not fit.
+        ImportError: if matplotlib, or k3d with ``live=True``, is not installed.
 
     >>> grid = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 1]]))
     >>> show(ConvolutionPlan(grid, 3)).figure.axes[0].get_title()
@@ -109,7 +112,7 @@ def show(
     if isinstance(what, SparseTensor):
         length = what.features.float().norm(dim=1) if what.channels != 1 else what.features[:, 0]
         grid, values, label = what.grid, length if values is None else values, "value"
-        label = "value" if what.channels == 1 else "length of the features"
+        label = "value" if what.channels == 1 else "norm of the features"
     elif isinstance(what, VoxelGrid):
         grid, label = what, "value"
         if values is None:
@@ -122,7 +125,7 @@ def show(
     check_tensor("values", values)
     check_count("batch", batch)
     if values.shape != (len(grid),):
-        raise ValueError(f"values must be ({len(grid)},), one a voxel; got {tuple(values.shape)}")
+        raise ValueError(f"values must be ({len(grid)},), one per voxel; got {tuple(values.shape)}")
     here = grid.coords[:, 0] == batch
     values = values.detach()[here].cpu()
     grid = grid.subset(here).to("cpu")
@@ -209,18 +212,25 @@ def _flat_cells(
 def _cloud(
     figure: Figure, axes: Any, grid: VoxelGrid, values: torch.Tensor, colours: np.ndarray | None, unit: str, label: str
 ) -> None:
-    widest = max(grid.extent.shape, default=1)
-    size = float(np.clip((0.6 * 72 * figure.get_figheight() / max(1, widest)) ** 2, 0.8, 60))  # points^2 of a voxel
-    zoom = 0.95 if 2 * max(grid.extent.shape[-1:], default=1) < widest else 0.82  # a tall box needs room for its labels
-    shared: dict[str, Any] = {"unit": unit, "s": size, "zoom": zoom}
-    if colours is not None:
-        from matplotlib.colors import ListedColormap
+    """Cubes, or of many voxels squares as large as voxels, and a scale of the values unless they are categories."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
 
-        options: dict[str, Any] = {"cmap": ListedColormap(CATEGORIES), "vmin": 0, "vmax": len(CATEGORIES) - 1}
-        scatter3d(axes, grid, values % len(CATEGORIES), **shared, **options)
-        return
-    dots = scatter3d(axes, grid, values, cmap=SEQUENTIAL, **shared)
-    figure.colorbar(dots, ax=axes, label=label, shrink=0.6, pad=0.15)
+    numbers = values.float().numpy() if colours is None else (values % len(CATEGORIES)).numpy()
+    low, high = (0, len(CATEGORIES) - 1) if colours is not None else _ends(numbers)
+    scale = ScalarMappable(Normalize(low, high), SEQUENTIAL if colours is None else ListedColormap(CATEGORIES))
+    zoom = 0.95 if 2 * max(grid.extent.shape[-1:], default=1) < max(grid.extent.shape, default=1) else 1.05
+    if len(grid) <= CUBES:
+        draw_voxels(axes, grid, scale.to_rgba(numbers)[:, :3], unit=unit, zoom=zoom)
+    else:
+        shared: dict[str, Any] = {"cmap": scale.cmap, "vmin": low, "vmax": high}
+        scatter3d(axes, grid, torch.from_numpy(numbers), unit=unit, zoom=zoom, true_size=True, **shared)
+    if colours is None:
+        figure.colorbar(scale, ax=axes, label=label, shrink=0.6, pad=0.12)
+
+
+def _ends(numbers: np.ndarray) -> tuple[float, float]:
+    return (float(numbers.min()), float(numbers.max())) if len(numbers) else (0.0, 1.0)
 
 
 def _scene(grid: VoxelGrid, values: torch.Tensor, colours: np.ndarray | None) -> Any:
@@ -259,7 +269,7 @@ def _k3d() -> Any:
     try:
         import k3d
     except ImportError:
-        raise ImportError("scenes to turn are made with k3d: pip install 'sparseconv[viz]'") from None
+        raise ImportError("interactive scenes need k3d: pip install 'sparseconv[viz]'") from None
     return k3d
 
 

@@ -118,7 +118,7 @@ def test_clouds_of_a_few_points(tmp_path, points):
         (["--points", "none.npy"], "there is no file none.npy"),
         (["--points", "cloud.e57"], "does not end in one of"),
         (["--output", "no/such/folder.png"], "does not exist: create it"),
-        (["--output", "picture.bmpx"], "a picture's name ends in .png"),
+        (["--output", "picture.bmpx"], "a picture's name must end with .png"),
         (["--voxel-size", "-1"], "--voxel-size must be positive"),
         (["--voxel-size", "0.5"], "voxels of 1 mm: voxel_size must be at least 1"),
         (["--device", "abacus"], "--device must be cpu, cuda"),

@@ -39,7 +39,7 @@ def test_slices_refuse_what_they_cannot_show():
     grid = VoxelGrid(torch.tensor([[0, 1, 2]]))
     with pytest.raises(ValueError, match="rank 3"):
         slice_image(grid, torch.ones(1), 0, 0.0)
-    with pytest.raises(ValueError, match="one a voxel"):
+    with pytest.raises(ValueError, match="one per voxel"):
         slice_image(VoxelGrid(torch.tensor([[0, 1, 2, 3]])), torch.ones(2), 0, 0.0)
 
 

@@ -74,7 +74,7 @@ def test_one_item_of_a_batch_is_shown_in_its_unit(grid):
     assert axes.get_title() == "1 voxel"
     assert axes.get_xlabel() == "x [mm]"
     values = show(sc.SparseTensor(grid, torch.arange(2.0 * len(grid)).view(-1, 2)), live=False).figure.axes[1]
-    assert values.get_ylabel() == "length of the features"
+    assert values.get_ylabel() == "norm of the features"
 
 
 @pytest.mark.parametrize("of", [lambda g: g, lambda g: sc.ConvolutionPlan(g, 3)], ids=["grid", "plan"])
@@ -129,7 +129,7 @@ def test_without_k3d_the_extra_is_named(monkeypatch):
     [
         (lambda: show(torch.ones(3)), TypeError, "VoxelGrid, a SparseTensor or a ConvolutionPlan; got Tensor"),
         (lambda: show(LINE), ValueError, "rank 2 or 3"),
-        (lambda: show(PLANE, torch.ones(2)), ValueError, "must be (5,), one a voxel"),
+        (lambda: show(PLANE, torch.ones(2)), ValueError, "must be (5,), one per voxel"),
         (lambda: show(sc.ConvolutionPlan(PLANE, 3), row=9), ValueError, "0 to 4; got 9"),
         (lambda: show(sc.ConvolutionPlan(PLANE.subset(torch.zeros(5).bool()), 3)), ValueError, "no output voxel"),
         (lambda: draw_lines(None, sc.ConvolutionPlan(PLANE, 3)), ValueError, "rank 1; got rank 2"),
@@ -139,3 +139,12 @@ def test_without_k3d_the_extra_is_named(monkeypatch):
 def test_what_cannot_be_shown_is_said(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_voxels_are_cubes_with_the_faces_that_a_viewer_sees():
+    """A solid block of 3 x 3 x 3 shows three sides of nine faces each, and the limits are its outer faces."""
+    block = sc.VoxelGrid(torch.cartesian_prod(*map(torch.arange, (1, 3, 3, 3))), voxel_size=0.5)
+    axes = show(block).figure.axes[0]
+    (faces,) = axes.collections
+    assert len(faces.get_facecolor()) == 27
+    assert axes.get_xlim3d() == pytest.approx((0.0, 1.5))
