@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sparseconv.geometry.gpu.jobs.jobs import Jobs
-from sparseconv.geometry.gpu.order.morton_runs import CELL_BITS, LEAST_SHIFT
-from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT, LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
+from sparseconv.geometry.gpu.lists import HALF_BIT, LOOKAHEAD, SLOT_ALIGNMENT, Jobs, Schedule, tap_significance
+from sparseconv.geometry.gpu.row_order import CELL_BITS, LEAST_SHIFT
 
 #: bits of a row's tap mask that one sort key holds
 WORD_BITS = 62

@@ -57,9 +57,9 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
 
 @cache
 def _on_gpu() -> Any:
-    from sparseconv.geometry.gpu.pairs import found_edges  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu import edge_lists  # Triton is loaded where it is used
 
-    return found_edges
+    return edge_lists
 
 
 @cache
@@ -141,7 +141,7 @@ def _reach_on_gpu(
     """What the window reaches from a grid on a GPU, (M, 1+D) int32; None elsewhere, and where keys are too short."""
     if grid.device.type != "cuda" or len(grid) == 0:
         return None
-    from sparseconv.geometry.gpu.reached.output_coords import reach  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.reached import reach  # Triton is loaded where it is used
 
     size = grid.batch_size, window.offsets, window.stride, torus
     return reach(grid.coords, grid.known_box[0], *size, to_fine=to_fine, within=within)

@@ -26,7 +26,7 @@ from sparseconv.torch_private import no_transforms
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32, Int64, Shaped
 
-    from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
+    from sparseconv.geometry.gpu.table import CoordinateTable
     from sparseconv.gpu.cooperative import DeviceCount
 
 #: rows of derived grids come in multiples of this
@@ -153,7 +153,7 @@ class FixedGrid(VoxelGrid):
         return self._cells
 
     def _make_cells(self, checked: bool = False) -> CoordinateTable:
-        from sparseconv.geometry.gpu.hash_table.table import build_table  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.table import build_table  # Triton is loaded where it is used
 
         with building():
             return build_table(self.coords, self._ranges, device_count=self.device_count, checked=checked)
@@ -170,7 +170,7 @@ class FixedGrid(VoxelGrid):
         """The extent as the table takes it, on the device; kept with the example."""
         ranges = self.example.sizes.ranges.get(self.extent)
         if ranges is None:
-            from sparseconv.geometry.gpu.hash_table.table import block_volume, encode_ranges
+            from sparseconv.geometry.gpu.table import block_volume, encode_ranges
 
             low, high = (0, *self.extent.start), (self.batch_size - 1, *(end - 1 for end in self.extent.end))
             if block_volume(low, high) >= 2**62:
@@ -275,7 +275,7 @@ class FixedGrid(VoxelGrid):
         rows: int,
         to_fine: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from sparseconv.geometry.gpu.reached.output_coords import reach_fixed  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.reached import reach_fixed  # Triton is loaded where it is used
 
         size = self.batch_size, window.offsets, window.stride, torus
         limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "ends": ends}

@@ -39,7 +39,7 @@ from sparseconv.torch_private import exporting
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float32, Int32, Int64, Integer, Shaped
 
-    from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
+    from sparseconv.geometry.gpu.table import CoordinateTable
 
 #: what stays behind where a grid is pickled
 UNTRAVELLED = ("_table", "_space", "_cells", "sizes")
@@ -392,6 +392,6 @@ def _table_of(coords: torch.Tensor) -> CoordinateTable:
 
 @cache
 def _on_gpu() -> Any:
-    from sparseconv.geometry.gpu.hash_table import table  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu import table  # Triton is loaded where it is used
 
     return table

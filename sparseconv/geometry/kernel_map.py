@@ -10,7 +10,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import checked_device
-from sparseconv.geometry.gpu.tiles.schedule import WorkLists
+from sparseconv.geometry.gpu.lists import WorkLists
 from sparseconv.gpu.streams import Moment, appending, building
 from sparseconv.moving import Movable
 

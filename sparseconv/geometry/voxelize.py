@@ -126,7 +126,7 @@ def voxelize(
 
 @cache
 def _on_gpu() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    from sparseconv.gpu.radix_sort.sort import unique_keys  # Triton is loaded where it is used
+    from sparseconv.gpu.radix_sort import unique_keys  # Triton is loaded where it is used
 
     return unique_keys
 

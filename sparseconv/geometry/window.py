@@ -15,7 +15,7 @@ from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import IndexRange, Ints, integers, per_axis
 
 if TYPE_CHECKING:
-    from sparseconv.geometry.gpu.window.taps import TapWindow
+    from sparseconv.geometry.gpu.taps import TapWindow
 
 #: taps of a window, at most: 31 x 31 x 31 and the like
 MOST_TAPS = 2**15

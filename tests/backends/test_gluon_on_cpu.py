@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparseconv.geometry.gpu.tiles.schedule import plane_groups
+from sparseconv.geometry.gpu.lists import plane_groups
 from tests.backends.gluon_on_cpu import Matrix, Program
 from tests.twins import build_schedule
 

@@ -10,12 +10,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry.gpu.hash_table.table import build_table
-from sparseconv.geometry.gpu.tiles import build as tile_building
-from sparseconv.geometry.gpu.tiles.schedule import Schedule
-from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
-from sparseconv.geometry.gpu.window.search import search_table, search_window
-from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
+from sparseconv.geometry.gpu import schedule as tile_building
+from sparseconv.geometry.gpu.lists import Schedule
+from sparseconv.geometry.gpu.search import neighbor_table, search_table, search_window
+from sparseconv.geometry.gpu.table import build_table
+from sparseconv.geometry.gpu.taps import encode_window, tap_order
 from sparseconv.gpu import launcher
 from tests import twins as twin
 from tests.geometry.triton_cases import CASES, Case

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseconv.geometry.gpu.jobs.jobs import most_jobs
-from sparseconv.geometry.gpu.tiles.schedule import (
+from sparseconv.geometry.gpu.lists import (
     HALF_BIT,
     LOOKAHEAD,
     ROW_BITS,
     Schedule,
+    most_jobs,
     plane_groups,
     tap_significance,
 )

@@ -111,7 +111,7 @@ def test_bias_residual_and_activation_in_the_store(split, transposed):
     "case", [Case("cube", voxels=200, extent=6), Case("depthwise", voxels=200, c_in=6, c_out=6, groups=6)], ids=str
 )
 def test_several_jobs_a_tap_are_added(case, monkeypatch):
-    monkeypatch.setattr("sparseconv.geometry.gpu.jobs.jobs.JOB_QUANTUM", 16)
+    monkeypatch.setattr("sparseconv.geometry.gpu.lists.JOB_QUANTUM", 16)
     plan = build(case)
     x, w, g = operands(plan, case, torch.float32)
     request = Request(plan.kernel_map, x.device, x.dtype, case.c_in, case.c_out, case.groups)

@@ -14,14 +14,13 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from sparseconv.geometry.gpu.hash_table.table import build_table
-from sparseconv.geometry.gpu.jobs.jobs import most_jobs
-from sparseconv.geometry.gpu.jobs.kernels import cut_jobs_on_device
-from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
-from sparseconv.geometry.gpu.tiles import sortless
-from sparseconv.geometry.gpu.tiles.schedule import Schedule
-from sparseconv.geometry.gpu.window.search import search_window
-from sparseconv.geometry.gpu.window.taps import encode_window
+from sparseconv.geometry.gpu import schedule as sortless
+from sparseconv.geometry.gpu.edge_lists import FoundEdges
+from sparseconv.geometry.gpu.lists import Schedule, most_jobs
+from sparseconv.geometry.gpu.search import search_window
+from sparseconv.geometry.gpu.table import build_table
+from sparseconv.geometry.gpu.taps import encode_window
+from sparseconv.geometry.gpu.wgrad_splits import cut_jobs_on_device
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu import launcher
 from tests import twins as twin

@@ -43,7 +43,7 @@ for kind, said in (("nearest", "dense arrays"), ("farthest", "'negative', 'neare
 """,
     "a counter of a map's stage": """
 import torch
-from sparseconv.geometry.gpu.jobs.kernels import cut_jobs_on_device
+from sparseconv.geometry.gpu.wgrad_splits import cut_jobs_on_device
 jobs = cut_jobs_on_device(torch.tensor([0, 1, 4, 5]), 4, 2)  # taps of 1, 3 and 1 pairs, in jobs of 2 pairs at most
 assert ((jobs.end - jobs.begin).tolist(), jobs.longest) == ([1, 2, 1, 1], 2)
 """,

@@ -18,12 +18,11 @@ from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
 from sparseconv.backends.registry import BACKENDS, backend
 from sparseconv.geometry.edges import Window, fine_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
-from sparseconv.geometry.gpu.hash_table.table import lookup
-from sparseconv.geometry.gpu.pairs.found_edges import find_edges_on_gpu
+from sparseconv.geometry.gpu.edge_lists import find_edges_on_gpu
+from sparseconv.geometry.gpu.lists import ROW_BITS, Schedule
 from sparseconv.geometry.gpu.scene import put_scene_on_gpu
-from sparseconv.geometry.gpu.tiles.build import schedule_on_gpu
-from sparseconv.geometry.gpu.tiles.schedule import ROW_BITS, Schedule
-from sparseconv.geometry.gpu.tiles.sortless import meets_once, one_tap_schedule
+from sparseconv.geometry.gpu.schedule import meets_once, one_tap_schedule, schedule_on_gpu
+from sparseconv.geometry.gpu.table import lookup
 from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.scene import fault_of, put_scene

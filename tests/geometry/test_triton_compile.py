@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import re
-
 from types import SimpleNamespace
 
 import torch, triton
@@ -22,16 +21,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from sparseconv.geometry.gpu import scene
-from sparseconv.geometry.gpu.hash_table import table
-from sparseconv.geometry.gpu.jobs import kernels as job_kernels
-from sparseconv.geometry.gpu.order import morton_runs
-from sparseconv.geometry.gpu.pairs import pair_lists, pair_lists_3x3x3
-from sparseconv.geometry.gpu.reached import output_coords
-from sparseconv.geometry.gpu.tiles import kernels as tile_kernels, sortless
-from sparseconv.geometry.gpu.window import counts, neighbor_table, passes, taps
+from sparseconv.geometry.gpu import (
+    edge_lists, edge_lists_3x3x3, reached, row_order, scene, schedule, search, table, taps, wgrad_splits
+)
 from sparseconv.gpu import launcher as launching
-from sparseconv.gpu.radix_sort import sort
+from sparseconv.gpu import radix_sort
 from tests.backends.aot import spill_bytes
 
 #: bytes that a thread may set aside
@@ -44,43 +38,43 @@ by_key = (3, shifts, places, False, 0, 2)
 folded = (3, shifts, places, True, 0, 1)
 jobs = [
     (table.LOOKUP, (4, shifts, 128)),
-    (passes.AROUND, (4, shifts, 27, 32, 8)),
-    (passes.MASKS, (*around, 1, True, 32, 512, 128, False)),
-    (passes.MASKS, (*by_key, 2, False, 8, 128, 32, False)),
-    (passes.CUBE_MASKS, (*around, 1, True, 32, 512, 128, True)),
-    (morton_runs.COUNT_CELLS, (4, shifts, 15, 4, 256)), (morton_runs.NUMBER_CELLS, (15, 32)),
-    (morton_runs.RUN_KEYS, (512,)),
-    (neighbor_table.PLANES, (*folded, 128)), (neighbor_table.COUNT, (128, 128)),
-    (neighbor_table.PLANE_KEYS, (False, 128)), (neighbor_table.PLANE_KEYS_WIDE, (True, 128)),
+    (search.AROUND_BLOCKS, (4, shifts, 27, 32, 8)),
+    (search.MASKS, (*around, 1, True, 32, 512, 128, False)),
+    (search.MASKS, (*by_key, 2, False, 8, 128, 32, False)),
+    (search.CUBE_MASKS, (*around, 1, True, 32, 512, 128, True)),
+    (row_order.COUNT_CELLS, (4, shifts, 15, 4, 256)), (row_order.NUMBER_CELLS, (15, 32)),
+    (row_order.RUN_KEYS, (512,)),
+    (search.PLANES, (*folded, 128)), (search.COUNT, (128, 128)),
+    (search.PLANE_KEYS, (False, 128)), (search.PLANE_KEYS_WIDE, (True, 128)),
     (table.TABLE, (4, 4, shifts, False, True, False, 128, 128, 10)),
     (table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),
-    (sort.DIGITS, (8, 4, 16, 8)), (sort.DIGITS, (9, 3, 16, 8)),
-    (sort.MOVE, (8, 8, 16, 8)), (sort.MOVE, (9, 8, 12, 8)),
-    (passes.SEARCH, (*around[:5], 32, 128, 3, 9)),
-    (passes.SEARCH, (*by_key[:5], 8, 128, 0, 0)),
-    *((output_coords.MARK, (3, is_box, output_coords.ROWS, 512, 1024, 10)) for is_box in (True, False)),
-    (output_coords.EMIT, (3, 32)), (output_coords.EMIT_FIXED, (3, 32)),
-    (output_coords.CLAIM, (4, True, 128)), (output_coords.DECODE, (3, 256)),
-    (counts.SCAN, (8192,)), (scene._PUT, (2048,)), (pair_lists.REVERSE, (1024,)),
-    (pair_lists.SCATTER, (1024,)),
-    (pair_lists.CONFINE, (32,)),
-    (pair_lists.PAIRS, (*around, True, 512, 128)), (pair_lists.PAIRS, (*by_key, False, 128, 128)),
-    (pair_lists_3x3x3.CUBE_PAIRS, (512, False)),
-    (tile_kernels.CUBE_TILES, (128, 32, False)),
-    (tile_kernels.TILES, (*around, 128, 32, False, True, True, False)),
-    (tile_kernels.TILES_64, (*by_key, 64, 256, True, False, False, False)),
-    (tile_kernels.RANKS, (32, 64, 1024)), (tile_kernels.RANKS, (32, 64, 4096)),
+    (radix_sort.DIGITS, (8, 4, 16, 8)), (radix_sort.DIGITS, (9, 3, 16, 8)),
+    (radix_sort.MOVE, (8, 8, 16, 8)), (radix_sort.MOVE, (9, 8, 12, 8)),
+    (search.SEARCH, (*around[:5], 32, 128, 3, 9)),
+    (search.SEARCH, (*by_key[:5], 8, 128, 0, 0)),
+    *((reached.MARK, (3, is_box, reached.ROWS, 512, 1024, 10)) for is_box in (True, False)),
+    (reached.EMIT, (3, 32)), (reached.EMIT_FIXED, (3, 32)),
+    (reached.CLAIM, (4, True, 128)), (reached.DECODE, (3, 256)),
+    (search.SCAN, (8192,)), (scene._PUT, (2048,)), (edge_lists.REVERSE, (1024,)),
+    (edge_lists.SCATTER, (1024,)),
+    (edge_lists.CONFINE, (32,)),
+    (edge_lists.PAIRS, (*around, True, 512, 128)), (edge_lists.PAIRS, (*by_key, False, 128, 128)),
+    (edge_lists_3x3x3.CUBE_PAIRS, (512, False)),
+    (schedule.CUBE_TILES, (128, 32, False)),
+    (schedule.TILES, (*around, 128, 32, False, True, True, False)),
+    (schedule.TILES_64, (*by_key, 64, 256, True, False, False, False)),
+    (schedule.RANKS, (32, 64, 1024)), (schedule.RANKS, (32, 64, 4096)),
 ]
 if MORE:  # second forms
     jobs += [
-        (tile_kernels.CUBE_TILES, (64, 32, True)),
-        (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
+        (schedule.CUBE_TILES, (64, 32, True)),
+        (edge_lists_3x3x3.CUBE_PAIRS, (128, True)),
     ]
 jobs += [
-    (job_kernels._JOBS, (32, 128, False)), (job_kernels._JOBS, (32, 16, True)),
-    (sortless.ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
-    (sortless.ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
-    (sortless._LISTS, (64, 16, 32)),
+    (wgrad_splits._JOBS, (32, 128, False)), (wgrad_splits._JOBS, (32, 16, True)),
+    (schedule.ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
+    (schedule.ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
+    (schedule._LISTS, (64, 16, 32)),
 ]
 jobs = jobs[SHARE::SHARES]
 target = None

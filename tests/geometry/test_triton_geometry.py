@@ -12,19 +12,17 @@ if not torch.cuda.is_available():
 
 from sparseconv import VoxelGrid
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
-from sparseconv.geometry.gpu.hash_table.table import build_table, decode_ranges, encode_ranges, lookup, read_table
-from sparseconv.geometry.gpu.order.row_keys import row_keys
-from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
-from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of, reverse_neighbors
-from sparseconv.geometry.gpu.reached import output_coords
-from sparseconv.geometry.gpu.reached.output_coords import reach
-from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
-from sparseconv.geometry.gpu.window.search import search_window
-from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
+from sparseconv.geometry.gpu import reached as output_coords
+from sparseconv.geometry.gpu.edge_lists import FoundEdges, pairs_of, reverse_neighbors
+from sparseconv.geometry.gpu.reached import reach
+from sparseconv.geometry.gpu.row_order import row_keys
+from sparseconv.geometry.gpu.search import neighbor_table, search_window
+from sparseconv.geometry.gpu.table import build_table, decode_ranges, encode_ranges, lookup, read_table
+from sparseconv.geometry.gpu.taps import encode_window, tap_order
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.gpu import launcher
-from sparseconv.gpu.radix_sort.sort import sort_rows
+from sparseconv.gpu.radix_sort import sort_rows
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case, box
 from tests.twins import chunks_torch, find_neighbors_torch, lookup_torch, pairs_torch
 

@@ -60,12 +60,12 @@ def test_maps_are_those_of_the_cpu(kernel: int, stride: int, spread: int) -> Non
 
 
 def test_two_builds_give_the_same_bits_and_wait_for_nothing() -> None:
-    from sparseconv.geometry.gpu.hash_table.table import build_table
-    from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of
-    from sparseconv.geometry.gpu.tiles.build import build_schedule
-    from sparseconv.geometry.gpu.tiles.schedule import Schedule
-    from sparseconv.geometry.gpu.window.search import search_window
-    from sparseconv.geometry.gpu.window.taps import encode_window
+    from sparseconv.geometry.gpu.edge_lists import pairs_of
+    from sparseconv.geometry.gpu.lists import Schedule
+    from sparseconv.geometry.gpu.schedule import build_schedule
+    from sparseconv.geometry.gpu.search import search_window
+    from sparseconv.geometry.gpu.table import build_table
+    from sparseconv.geometry.gpu.taps import encode_window
 
     coords = scattered(300_000, 60).cuda()
     window = encode_window(CUBE, (1, 1, 1), None, coords.device)
@@ -261,7 +261,7 @@ def test_reached_grids_are_those_of_the_cpu(kernel: int, stride: int, spread: in
 @pytest.mark.parametrize("n", [1, 160_001, 1_026_536, 4_113_056])
 def test_a_captured_sort_is_stable_for_other_keys(n: int, bits: int) -> None:
     from sparseconv.gpu.launcher import pointer
-    from sparseconv.gpu.radix_sort.sort import Passes
+    from sparseconv.gpu.radix_sort import Passes
 
     generator = torch.Generator("cuda").manual_seed(n)
     keys = torch.zeros(n, dtype=torch.int32, device="cuda")
@@ -287,11 +287,10 @@ def test_a_captured_sort_is_stable_for_other_keys(n: int, bits: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 128, 129, 15_192, 64_128, 64_129, 256_512, 256_513, 600_000])
 def test_a_search_sorts_its_rows_each_time(n: int) -> None:
-    from sparseconv.geometry.gpu.hash_table.table import build_table
-    from sparseconv.geometry.gpu.order.row_order import row_order
-    from sparseconv.geometry.gpu.window.found import ORDER
-    from sparseconv.geometry.gpu.window.search import search_window
-    from sparseconv.geometry.gpu.window.taps import encode_window
+    from sparseconv.geometry.gpu.row_order import row_order
+    from sparseconv.geometry.gpu.search import ORDER, search_window
+    from sparseconv.geometry.gpu.table import build_table
+    from sparseconv.geometry.gpu.taps import encode_window
 
     side = max(4, round((2 * n) ** (1 / 3)))  # half of the cells, so that masks differ
     cells = torch.randperm(side**3, generator=torch.Generator().manual_seed(n))[:n].sort().values
@@ -311,7 +310,7 @@ def test_a_search_sorts_its_rows_each_time(n: int) -> None:
 def test_maps_by_launches_that_begin_early_are_those_by_launches_that_wait(
     edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseconv.geometry.gpu.tiles.schedule import Schedule
+    from sparseconv.geometry.gpu.lists import Schedule
     from sparseconv.geometry.gpu.work_lists import schedule_of
     from sparseconv.gpu import launcher
 

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry.gpu.hash_table.table import build_table
-from sparseconv.geometry.gpu.order.row_order import row_order
-from sparseconv.geometry.gpu.window.found import ORDER
-from sparseconv.geometry.gpu.window.search import search_window
-from sparseconv.geometry.gpu.window.taps import encode_window
+from sparseconv.geometry.gpu.row_order import row_order
+from sparseconv.geometry.gpu.search import ORDER, search_window
+from sparseconv.geometry.gpu.table import build_table
+from sparseconv.geometry.gpu.taps import encode_window
 from sparseconv.gpu import launcher
+from sparseconv.gpu import radix_sort as sort
 from sparseconv.gpu.launcher import pointer
-from sparseconv.gpu.radix_sort import sort
-from sparseconv.gpu.radix_sort.sort import Passes
+from sparseconv.gpu.radix_sort import Passes
 from tests.geometry.triton_cases import CASES
 
 DEVICE = "cpu" if launcher.INTERPRETED else "cuda"

@@ -15,14 +15,12 @@ from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import work_of
 from sparseconv.backends.triton_implicit_gemm.config import weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
-from sparseconv.geometry.gpu.hash_table.table import build_table, lookup, read_table
-from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
-from sparseconv.geometry.gpu.pairs.pair_lists import half_pairs_of, pairs_of
-from sparseconv.geometry.gpu.tiles.build import build_schedule
-from sparseconv.geometry.gpu.window.found import WindowSearch
-from sparseconv.geometry.gpu.window.search import search_window
-from sparseconv.geometry.gpu.window.taps import encode_window
-from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
+from sparseconv.geometry.gpu.edge_lists import FoundEdges, half_pairs_of, pairs_of
+from sparseconv.geometry.gpu.schedule import build_schedule
+from sparseconv.geometry.gpu.search import WindowSearch, search_window
+from sparseconv.geometry.gpu.table import build_table, lookup, read_table
+from sparseconv.geometry.gpu.taps import encode_window
+from sparseconv.geometry.gpu.window_3x3x3 import CUBE
 from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu import launcher

@@ -10,16 +10,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry.gpu.hash_table.table import INFOS, ROWS, build_table
-from sparseconv.geometry.gpu.jobs.kernels import cut_jobs_on_device
-from sparseconv.geometry.gpu.order.row_order import row_order
-from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of
-from sparseconv.geometry.gpu.reached.output_coords import reach
-from sparseconv.geometry.gpu.tiles.build import build_schedule
-from sparseconv.geometry.gpu.window.found import ORDER
-from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
-from sparseconv.geometry.gpu.window.search import search_window
-from sparseconv.geometry.gpu.window.taps import encode_window
+from sparseconv.geometry.gpu.edge_lists import pairs_of
+from sparseconv.geometry.gpu.reached import reach
+from sparseconv.geometry.gpu.row_order import row_order
+from sparseconv.geometry.gpu.schedule import build_schedule
+from sparseconv.geometry.gpu.search import ORDER, neighbor_table, search_window
+from sparseconv.geometry.gpu.table import INFOS, ROWS, build_table
+from sparseconv.geometry.gpu.taps import encode_window
+from sparseconv.geometry.gpu.wgrad_splits import cut_jobs_on_device
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu import launcher
 

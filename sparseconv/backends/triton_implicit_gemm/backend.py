@@ -34,8 +34,7 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
 )
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe, max_jobs, tiles_of
 from sparseconv.geometry.cards import refusal
-from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, most_jobs
-from sparseconv.geometry.gpu.tiles.schedule import SLOT_ALIGNMENT
+from sparseconv.geometry.gpu.lists import JOB_QUANTUM, SLOT_ALIGNMENT, most_jobs
 from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import listing, scratch

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparseconv.geometry.gpu.tiles import schedule
+from sparseconv.geometry.gpu import lists as schedule
 
 #: the copy from global to shared memory, by the name it has in this Triton: (shared, pointers, mask)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

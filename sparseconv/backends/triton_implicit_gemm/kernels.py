@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.tiles import schedule
+from sparseconv.geometry.gpu import lists as schedule
 
 ROW_BITS = tl.constexpr(schedule.ROW_BITS)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.autograd_function import Function
-from sparseconv.geometry.gpu.reached.kernels import one_of
+from sparseconv.geometry.gpu.reached import one_of
 from sparseconv.gpu.launcher import Launcher, pointer
 
 BLOCK_N, BLOCK_C = 64, 32

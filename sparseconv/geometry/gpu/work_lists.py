@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, Jobs, most_jobs
-from sparseconv.geometry.gpu.tiles.schedule import Schedule, ScheduleForm, plane_groups
+from sparseconv.geometry.gpu.lists import JOB_QUANTUM, Jobs, Schedule, ScheduleForm, most_jobs, plane_groups
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import appending, listing
 
@@ -46,28 +45,27 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
     count = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs, JOB_QUANTUM)
     jobs = kernel_map.work_lists.jobs.get(count)
     if jobs is None:
-        source, kernels = kernel_map.source, _stages()[2]
+        source = kernel_map.source
         with listing() if source is None else appending(source.moment):
             offsets = kernel_map.tap_offsets if source is None else source.offsets()
-            jobs = kernels.cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
+            jobs = _kernels()[1].cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
         jobs = kernel_map.work_lists.jobs.setdefault(count, jobs)
     return jobs
 
 
 @cache
-def _stages() -> tuple[Any, Any, Any]:
-    from sparseconv.geometry.gpu.jobs import kernels  # Triton is loaded where it is used
-    from sparseconv.geometry.gpu.tiles import build, sortless
+def _kernels() -> tuple[Any, Any]:
+    from sparseconv.geometry.gpu import schedule, wgrad_splits  # Triton is loaded where it is used
 
-    return build, sortless, kernels
+    return schedule, wgrad_splits
 
 
 def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
-    build, sortless, _ = _stages()
-    if sortless.meets_once(kernel_map):
+    build, _ = _kernels()
+    if build.meets_once(kernel_map):
         if form.split > 1 or form.chunked:
             return schedule_of(kernel_map, form.block_m)
-        return sortless.one_tap_schedule(kernel_map, form.block_m)
+        return build.one_tap_schedule(kernel_map, form.block_m)
     if form.split > 1:
         return build.schedule_on_gpu(kernel_map, form.block_m, plane_groups(kernel_map.num_taps, form.split))
     bases, chunk_rows = kernel_map.work_lists.bases, CHUNK_ROWS if form.chunked else None
@@ -75,7 +73,7 @@ def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
     if base is None:
         base = build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
         base = bases.setdefault(form.chunked, base)
-    schedule = base if form.block_m == base.block_m else sortless.retile(base, form.block_m)
+    schedule = base if form.block_m == base.block_m else build.retile(base, form.block_m)
     return _as_they_lie(schedule) if form.chunked and schedule is not base else schedule
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.hash_table.table import aligned
+from sparseconv.geometry.gpu.table import aligned
 from sparseconv.gpu.launcher import Launcher, ceil_div, constant, pointer
 
 BLOCK = 256

@@ -1,21 +1,39 @@
-"""Runs of neighbouring rows on the GPU, whatever order the rows come in: coarse cells along a Morton curve.
+"""Target rows in an order in which neighbours share most of their taps: by a radix sort of their keys.
 
-    in:  a `CoordinateTable`, and the Gray ranks of its rows
-    out: keys (1, N) int32: the number of a row's run above its rank
+    in:  a `WindowSearch`, with the sort keys of its rows
+    out: rows (N_out,) int32, in a stable order of the keys
 
-Cells with 3, 0, 2 and 4 rows have 0, 3, 3 and 5 rows before them; in runs of about 4 rows they belong to the runs
-0, 0, 0 and 1.
+Keys (2, 6, 1) give the order (2, 0, 1): row 2 with its one tap, row 0 with one more, then row 1.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.hash_table.hash_probe import cell_of, cell_size, popcount
-from sparseconv.geometry.gpu.hash_table.table import ENTRIES, KEYS, STATUS, CoordinateTable, pack_shifts
+from sparseconv.geometry.gpu.hash_probe import cell_of, cell_size, popcount
+from sparseconv.geometry.gpu.search import (
+    LINES,
+    ORDER,
+    PLANE_KEYS,
+    PLANE_KEYS_WIDE,
+    SORT_KEYS,
+    WindowSearch,
+    key_in,
+    launch_masks,
+    neighbor_table,
+)
+from sparseconv.geometry.gpu.table import ENTRIES, KEYS, STATUS, CoordinateTable, pack_shifts
+from sparseconv.geometry.gpu.taps import KEY_BITS, key_words, tap_order
 from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer
+from sparseconv.gpu.radix_sort import sort_rows
+from sparseconv.gpu.streams import building
+
+_I32, _I64 = torch.int32, torch.int64
 
 #: bits of the numbers of cells
 CELL_BITS = 15
@@ -110,14 +128,82 @@ def run_of(entry, cells_ptr, before_ptr, chunk_rows):
     return tl.load(before_ptr + cell) // chunk_rows
 
 
-@triton.jit
-def key_in(run, rank, no_taps, room, lost):
-    """Sort keys of rows in a run of neighbours, from their Gray ranks; ``no_taps``: no tap sees anything there."""
-    return tl.where(no_taps, (((1 << (room - 1)) - 1) << 1) | 1, rank >> lost) | (run << room)
-
-
 LAST_CELL = tl.constexpr((1 << CELL_BITS) - 1)
-_I32, _I64 = torch.int32, torch.int64
 COUNT_CELLS = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, _I32, int))
 NUMBER_CELLS = Launcher(number_kernel, (_I32, _I32, _I32))
 RUN_KEYS = Launcher(keys_kernel, (_I64, _I32, _I32, _I32, _I32, *(int,) * 4))
+
+
+#: key bits of windows with more than 31 taps: the most significant taps
+WIDE_KEY_BITS = 62
+
+
+def row_keys(
+    search: WindowSearch,
+    parts: tuple[tuple[int, ...], ...],
+    significance: Sequence[int] | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """(G, N_out) sort keys, not negative: the Gray rank of each row's mask of the taps of a group.
+
+    Rows sorted by them change taps one at a time; rows without a tap come last. ``chunk_rows`` puts the number of the
+    row's run of about so many rows above the rank, which then loses its last bits: runs of neighbours in space, see
+    `chunk_keys`; of rows as they come where the target rows are not the table's. int64 for groups of more than 31 taps.
+    """
+    n, taps = search.coords.shape[0], search.window.num_taps
+    device = search.coords.device
+    wide = max(map(len, parts), default=0) > KEY_BITS
+    key_bits = WIDE_KEY_BITS if wide else KEY_BITS
+    chunk, room, lost = key_room(n, max(map(len, parts), default=0), chunk_rows, key_bits)
+    plain = significance is None and parts == (tuple(range(taps)),)
+    if room < key_bits and plain and not wide and search.is_local and search.table is not None:
+        return chunk_keys(search.table, search.found[1][SORT_KEYS], chunk, room, lost)
+    ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
+    keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
+    if n and taps and taps <= KEY_BITS and search.table is not None:
+        search.kept.append(words := key_words(ranked, parts, device))
+        launch_masks(search, words, pointer(keys), None, chunk, room, lost, len(parts))
+    elif n and taps:
+        neighbors = neighbor_table(search)
+        search.kept.append(bits := _key_bits(ranked, parts, WIDE_KEY_BITS if wide else KEY_BITS, device))
+        args = (pointer(neighbors), pointer(bits), pointer(keys), n, taps, chunk, room, lost)
+        launcher = PLANE_KEYS_WIDE if wide else PLANE_KEYS
+        launcher(device, (ceil_div(n, 128), len(parts)), args, (wide, 128))
+    return keys
+
+
+def key_room(n: int, taps: int, chunk_rows: int | None, key_bits: int) -> tuple[int, int, int]:
+    """Rows of a run, the bits that its number leaves the Gray rank of so many taps, and how many that one loses."""
+    if chunk_rows is None or n <= chunk_rows:
+        return max(n, 1), key_bits, max(0, min(taps, WIDE_KEY_BITS) - key_bits)
+    room = key_bits - (-(-n // chunk_rows) - 1).bit_length()
+    return chunk_rows, room, max(0, min(taps, WIDE_KEY_BITS) - room)
+
+
+@lru_cache(maxsize=512)
+def _key_bits(
+    ranked: tuple[int, ...], parts: tuple[tuple[int, ...], ...], most: int, device: torch.device
+) -> torch.Tensor:
+    """(G, K) int32: the bit of each tap in the keys of each group, -1 for none; of ``most`` taps of a group."""
+    bits = torch.full((len(parts), len(ranked)), -1, dtype=torch.int32)
+    for index, part in enumerate(parts):
+        kept = [tap for tap in ranked if tap in part][:most]
+        for place, tap in enumerate(kept):
+            bits[index, tap] = len(kept) - 1 - place
+    return bits.to(device)
+
+
+def row_order(search: WindowSearch, chunk_rows: int | None = None) -> torch.Tensor | Pointer:
+    """Rows in the order of their `keys`: (1, N_out), or where a search has sorted them the place of (N_out,) int32.
+
+    ``chunk_rows``: in the order of the keys of runs of so many rows, see `row_keys`.
+    """
+    if chunk_rows is None and search.table is not None and search.window.num_taps <= KEY_BITS:
+        scratch = search.found[1]
+        with building():
+            if search.passes is None:
+                return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), search.window.key_bits)
+            search.passes.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], search.coords.device)
+        return scratch[ORDER]
+    with building():
+        return sort_rows(row_keys(search, search.window.all_taps, None, chunk_rows))

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.jobs.jobs import Jobs
+from sparseconv.geometry.gpu.lists import Jobs
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
 

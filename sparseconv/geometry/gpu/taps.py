@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.hash_table.hash_probe import (
+from sparseconv.geometry.gpu.hash_probe import (
     add_axis,
     axis_blocks,
     axis_range,

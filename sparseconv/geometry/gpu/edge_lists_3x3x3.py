@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.hash_table.table import STATUS
-from sparseconv.geometry.gpu.window.found import STARTS, WindowSearch
-from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
-from sparseconv.geometry.gpu.window.window_3x3x3 import corners, look_at_run
+from sparseconv.geometry.gpu.search import SEARCH_TYPES, STARTS, WindowSearch
+from sparseconv.geometry.gpu.table import STATUS
+from sparseconv.geometry.gpu.window_3x3x3 import corners, look_at_run
 from sparseconv.gpu.cooperative import programs_at_once
 from sparseconv.gpu.launcher import IS_INTERPRETED, Launcher, Pointer, ceil_div, pointer
 from sparseconv.gpu.streams import current

@@ -11,7 +11,7 @@ import itertools
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.window.taps import look_into_halves, take
+from sparseconv.geometry.gpu.taps import look_into_halves, take
 from sparseconv.gpu.launcher import IS_INTERPRETED
 
 #: the window that these functions know, and the block's shifts that they take for granted

@@ -1,1 +1,0 @@
-"""Coordinates -> rows: a hash table of occupied blocks of cells."""

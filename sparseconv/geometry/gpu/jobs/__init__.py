@@ -1,1 +1,0 @@
-"""Pairs of each tap cut into runs for the weight gradient."""

@@ -1,1 +1,0 @@
-"""Rows in an order in which neighbours share most of their taps."""

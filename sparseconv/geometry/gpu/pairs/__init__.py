@@ -1,1 +1,0 @@
-"""Edges by tap, as lists of input and output rows."""

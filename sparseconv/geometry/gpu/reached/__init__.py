@@ -1,1 +1,0 @@
-"""The voxels that a window reaches."""

@@ -1,1 +1,0 @@
-"""Rows cut into tiles of like taps, with a list of live taps for each."""

@@ -1,1 +1,0 @@
-"""A stable radix sort of 32-bit keys on a GPU."""
