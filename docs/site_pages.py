@@ -24,9 +24,11 @@ UNITS = r"[kMG]|[nmu]?s|[MG]i?B|TB|m?m|%|x"
 
 
 def on_config(config: Any) -> Any:
-    """Other versions are offered where there are some: mike builds those."""
+    """Other versions are offered where there are some: mike builds those. The header links to the repository."""
     if "mike" not in config.plugins:
         config.extra.pop("version", None)
+    if repository := os.environ.get("SPARSECONV_REPOSITORY"):
+        config.repo_url, config.repo_name = f"https://github.com/{repository}", repository
     return config
 
 
