@@ -37,10 +37,12 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
         track_running_stats: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **newer: Any,  # what later releases of torch take, such as bias
+        *,
+        bias: bool = True,
     ) -> None:
         check_count("num_features", num_features, 1)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, **newer)
+        more: dict[str, Any] = {} if bias else {"bias": False}  # torch 2.11 has no such argument, and says so
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, **more)
 
     def forward(self, x: Features) -> Features:
         """Features (N, C), alone or in a `SparseTensor` -> the same kind."""

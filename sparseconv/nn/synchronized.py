@@ -35,10 +35,10 @@ class SyncBatchNorm(BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         process_group: Any = None,
-        **newer: Any,  # what later releases of torch take, such as bias
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **newer)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias)
         self.process_group = process_group
 
     def forward(self, x: Features) -> Features:

@@ -170,8 +170,7 @@ def test_examples_of_functions_that_a_call_makes_run():
 HANDED_ON = {
     "sparseconv.distributed.network.Sharded.forward": "the module's own forward",
     "sparseconv.nn.models.ptv3.PointTransformerV3.__init__": "PointTransformerOptions, which has more than 20",
-    "sparseconv.nn.normalization.BatchNorm.__init__": "torch's, what later releases take",
-    "sparseconv.nn.synchronized.SyncBatchNorm.__init__": "torch's, what later releases take",
+    "sparseconv.plan.convolution.ConvolutionPlan.__call__": "an error that says what to call",
     "sparseconv.plan.convolution.ConvolutionPlan.over": "the plan's own parts",
     "sparseconv.plan.shared.shared_plan": "ConvolutionPlan, or its transposed",
     "sparseconv.pointwise.function.PointwiseDynamicFunction.__call__": "outputs by number, out0= and so on",
