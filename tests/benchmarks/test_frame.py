@@ -22,12 +22,11 @@ from benchmarks.layers import machine, measure, report, runner, selection, sessi
 from benchmarks.layers.measure import EVERYONE
 from benchmarks.layers.options import begun_in
 from benchmarks.layers.scenes import SCANS
-from sparseconv.bench import cases, check, timing
+from sparseconv.bench import cases, check
 from sparseconv.bench import measure as package
 from sparseconv.bench.measure import Job
 from sparseconv.bench.report import reasons, wide_console, write
 from sparseconv.bench.timing import Clock, Samples, Spread
-from sparseconv.gpu import graphs
 from tests import oracle
 
 TINY = {"device": "cpu", "dtype": "fp32", "seconds": 0.01}
@@ -158,18 +157,6 @@ def test_ours_is_measured_in_every_quantity():
     assert row["details"]["backend"]
 
 
-def test_a_captured_map_is_judged_on_two_scenes_before_it_is_timed(monkeypatch):
-    job = Job("sparseconv", "shell_16", 8, quantities=(package.MAP, measure.CAPTURED_MAP), **TINY)
-    assert "graph" in measure.run(job)["captured_map"]["reason"]
-    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
-    monkeypatch.setattr(graphs, "graph_of", lambda run, device: (run, run()))
-    found = measure.run(job)["captured_map"]
-    assert found["median"] > 0
-    assert (found["room"], found["usual"]["room"]) == (1.0, 1.25)
-    monkeypatch.setattr(graphs, "graph_of", lambda run, device: (lambda: None, run()))
-    assert "is wrong" in measure.run(job)["captured_map"]["reason"]
-
-
 def test_a_wrong_result_is_not_timed(monkeypatch):
     kind = EVERYONE["sparseconv"]
     honest = kind.forward
@@ -234,21 +221,6 @@ def test_every_way_to_fail_costs_its_own_rows_and_no_other(monkeypatch):
     assert [s for s in sentences if s.startswith("aborts")] != []
 
 
-def test_what_a_budget_does_not_reach_is_skipped():
-    found, _ = falling("a", "hangs", "b", budget=5.0)
-    assert found[0] == ("a", "measured")
-    assert found[-1] == ("b", "skipped")
-
-
-def test_compiled_kernels_are_kept_and_what_was_tuned_is_not(tmp_path):
-    for name in ("choice.json", "conv_kernel.cubin"):
-        (tmp_path / "triton").mkdir(exist_ok=True)
-        (tmp_path / "triton" / name).write_text("{}")
-    rows = runner.compile_all([Job("MinkowskiEngine", "shell_16", 8, **TINY)], 2, tmp_path)
-    assert len(rows) == 1
-    assert [file.name for file in (tmp_path / "triton").iterdir()] == ["conv_kernel.cubin"]
-
-
 # ---- clocks
 
 
@@ -264,15 +236,6 @@ def test_spread_is_of_the_samples():
     assert (spread.median, spread.repeats, spread.pace) == (2.0, 3, 7.0)
 
 
-def test_pace_is_of_some_work():
-    assert 1.0 < timing.pace() < 10_000.0
-
-
-def test_peak_memory_sees_a_buffer():
-    peak = Clock().peak(lambda: torch.ones(1 << 23))
-    assert peak is None or peak >= 30 << 20
-
-
 # ---- what is asked for, kept and shown
 
 
@@ -286,11 +249,11 @@ def test_the_first_table_is_asked_for_whole():
     assert {(j.case, j.channels) for j in jobs if j.dtype == "bf16"} == cells
 
 
-@pytest.mark.parametrize("row", report.targets()["layers"] + report.targets()["networks"])
-def test_targets_are_in_order(row):
-    for name, cell in row.items():
-        if isinstance(cell, dict) and "goal" in cell:
-            assert cell["goal"] <= cell["must"] <= cell["best_other"], (row["case"], name)
+def test_targets_are_in_order():
+    for row in report.targets()["layers"] + report.targets()["networks"]:
+        for name, cell in row.items():
+            if isinstance(cell, dict) and "goal" in cell:
+                assert cell["goal"] <= cell["must"] <= cell["best_other"], (row["case"], name)
 
 
 def fake(implementation: str, ms: float, **more):
@@ -323,17 +286,6 @@ def test_an_unmet_must_is_named_and_a_met_one_is_not():
     assert "shell_64 C 32 captured_map: 0.26 ms, 2.00 times" in sentence
 
 
-def test_a_map_stands_on_every_row_of_its_case():
-    alone = fake("sparseconv", 0.5, quantities=report.MAPS, channels=32, map={"median": 0.1})
-    alone["captured_map"] = {"median": 0.2}
-    del alone["forward"]
-    (row,) = report.joined([fake("sparseconv", 0.5), alone])
-    assert (row["map"]["median"], row["captured_map"]["median"]) == (0.1, 0.2)
-    assert row["channels"] == 1024
-    skipped = [fake("fVDB", 1.0, status="skipped", reason="not here", case=c) for c in ("a", "b")]
-    assert len(report.joined(skipped)) == 1
-
-
 def test_tables_print(capsys):
     wide_console().print(report.layer_table([fake("sparseconv", 0.5), fake("spconv", 1.0)], "title"))
     assert "0.500" in capsys.readouterr().out
@@ -352,76 +304,7 @@ def test_pictures_are_drawn_of_what_a_file_has(tmp_path):
     assert plots.draw([tmp_path / "empty.json"], tmp_path / "pictures") == []
 
 
-def test_the_best_of_the_others_is_drawn_beside_their_own_card_only():
-    pytest.importorskip("matplotlib")
-    from benchmarks.claims import plots
-
-    rows = [fake("sparseconv", 0.5), fake("spconv", 1.9)]
-    assert plots.with_best(rows, {"machine": {"card": {"name": "NVIDIA Abacus"}}}) == rows
-    assert plots.with_best(rows, {"machine": {"cpu": "x"}}) == rows
-    *_, best = plots.with_best(rows, {"machine": {"card": {"name": report.targets()["card"]}}})
-    assert (best["implementation"], best["case"], best["channels"]) == (plots.BEST, "shell_64", 1024)
-    for quantity in plots.QUANTITIES:
-        assert plots.value(best, quantity) == stated.best_other("shell_64", 1024, quantity) > 0
-
-
-@pytest.mark.parametrize("stop", [None, 3])
-def test_of_several_rounds_the_least_of_each_time_counts(monkeypatch, tmp_path, stop):
-    jobs = [Job("sparseconv", case, 4, "fp32", device="cpu", quantities=("step", "memory")) for case in ("a", "b")]
-    steps, memories, said = iter([3.0, 5.0, 4.0, 2.0]), iter([7.0, 7.0, 8.0, 7.0]), []
-
-    def run(several, console, caches, keep, budget):
-        for job in several:
-            said.append(job.case)
-            if len(said) == stop:
-                raise KeyboardInterrupt
-            times = {"step": {"median": next(steps)}, "memory": {"peak_mib": next(memories)}}
-            keep(job.as_dict() | {"status": "measured", "voxels": 9, "pairs": 99, **times})
-
-    monkeypatch.setattr(session, "run", run)
-    monkeypatch.setattr(session, "ceilings", lambda clock: {"fp32": 1.0, "copy": 1.0})
-    rows = session.measured(jobs, wide_console(), tmp_path / "a.json", rounds=2)
-    assert said == (["a", "b", "a", "b"] if stop is None else ["a", "b", "a"]), "one round after another"
-    assert [row["step"]["median"] for row in rows] == ([3.0, 2.0] if stop is None else [3.0, 5.0])
-    assert [row["memory"]["peak_mib"] for row in rows] == ([8.0, 7.0] if stop is None else [7.0, 7.0])
-    assert [row.get("times") for row in rows] == ([2, 2] if stop is None else [None, None])
-    for row in rows:
-        of_step = 3 * 2 * 99 * 4**2 / (row["step"]["median"] * 1e-3) / 1e12
-        assert row["rates"]["step"]["tflops"] == pytest.approx(of_step, rel=1e-3)
-    kept = report.read(tmp_path / "a.json")["rows"]
-    assert [row["step"]["median"] for row in kept] == [row["step"]["median"] for row in rows]
-
-
-def test_rounds_measure_again_what_the_host_was_slow_for(monkeypatch, tmp_path):
-    jobs = [Job("sparseconv", case, 4, "fp32", device="cpu", quantities=("step",)) for case in ("a", "b", "c", "d")]
-    cells = {
-        "a": [(3.0, 60.0), (2.5, 31.0)],  # slow at first, as is seen once b was quick
-        "b": [(3.0, 30.0)],
-        "c": [(3.0, 50.0), (3.5, 33.0)],  # no quicker on a quick host, which it does not wait for
-        "d": [(3.0, 40.0), (3.0, 50.0), (2.0, 70.0)],  # never measured while the host was quick
-    }
-    said = []
-
-    def run(several, console, caches, keep, budget):
-        for job in several:
-            ms, us = cells[job.case][said.count(job.case)]
-            said.append(job.case)
-            row = job.as_dict() | {"status": "measured", "voxels": 9, "pairs": 99}
-            keep(row | {"step": {"median": ms, "p10": ms, "p90": ms, "repeats": 9, "pace": us}})
-
-    monkeypatch.setattr(session, "run", run)
-    monkeypatch.setattr(session, "ceilings", lambda clock: {"fp32": 1.0, "copy": 1.0})
-    console = wide_console()
-    with console.capture() as capture:
-        rows = session.measured(jobs, console, tmp_path / "a.json", rounds=3)
-    assert said == [*"abcd", *"acd", "d"]
-    assert [(row["step"]["median"], row["step"]["pace"]) for row in rows] == [
-        (2.5, 31.0), (3.0, 30.0), (3.0, 33.0), (2.0, 40.0)
-    ]  # fmt: skip
-    assert "the host was slow for 1 of 4 jobs, up to 1.3 times its quickest: --rounds" in capture.get()
-
-
-@pytest.mark.parametrize("stop", range(1, 5))
+@pytest.mark.parametrize("stop", [1, 3])
 def test_a_run_that_was_stopped_goes_on(monkeypatch, tmp_path, stop):
     file = tmp_path / "a.json"
     jobs = [Job("sparseconv", case, 4, "fp32", device="cpu", quantities=("step",)) for case in ("a", "b")]
@@ -450,21 +333,6 @@ def test_a_run_that_was_stopped_goes_on(monkeypatch, tmp_path, stop):
     assert len(cold) == 1
     kept = report.read(file)["rows"]
     assert [row.get("cold_s", row.get("step", {}).get("median")) for row in kept] == [3.0, 2.0, 1.0]
-
-
-def test_a_run_goes_on_only_where_it_was_begun(tmp_path):
-    file, here = tmp_path / "a.json", machine.machine("cpu")
-    assert begun_in(file, "cpu") is None
-    with pytest.raises(typer.BadParameter, match="name it by --json"):
-        begun_in(None, "cpu")
-    write(file, here | {"when": "yesterday", "load": 9.0}, [], ceilings={})
-    assert begun_in(file, "cpu") == report.read(file)
-    write(file, here | {"cpu": "another", "python": "2"}, [], ceilings={})
-    with pytest.raises(typer.BadParameter, match="begun on a machine with another python, cpu: go on there"):
-        begun_in(file, "cpu")
-    file.write_text("{}")
-    with pytest.raises(typer.BadParameter, match="is no results file"):
-        begun_in(file, "cpu")
 
 
 # ---- networks
@@ -498,8 +366,7 @@ def a_network(case: str, device: str = "cpu") -> dict:
     return row | times | {"memory": {"peak_mib": 9000.0}, "first_s": 1.0}
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_networks_measured_before_a_stop_are_kept(monkeypatch, tmp_path, stopped):
+def test_networks_measured_before_a_stop_are_kept(monkeypatch, tmp_path):
     from typer.testing import CliRunner
 
     from benchmarks import __main__ as command
@@ -507,41 +374,23 @@ def test_networks_measured_before_a_stop_are_kept(monkeypatch, tmp_path, stopped
     def run(jobs, console, caches, keep, **named):
         for case in ("first", "second"):
             keep(a_network(case))
-        if stopped:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(command.session, "run", run)
     file = tmp_path / "networks.json"
     done = CliRunner().invoke(command.app, ["network", "--device", "cpu", "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert [row["case"] for row in report.read(file)["rows"]] == ["first", "second"]
-    assert ("stopped" in done.output) == stopped
+    assert "stopped" in done.output
     assert "second" in done.output
-
-
-def test_only_the_card_of_the_targets_is_held_to_them(monkeypatch, tmp_path):
-    from typer.testing import CliRunner
-
-    from benchmarks import __main__ as command
-
-    for name, aimed in ((report.targets()["card"], True), ("NVIDIA Abacus", False)):
-        machine = {"card": {"name": name}}
-        assert report.is_aimed_at(machine) == aimed
-        table = command.network_table([a_network("lidar_ouster_os2_010", "cuda")], aimed)
-        assert ("goal" in table.title) == aimed
-        monkeypatch.setattr(command, "facts", lambda device, machine=machine: machine)
-        monkeypatch.setattr(command.session, "measured", lambda *jobs, **named: [fake("sparseconv", 1.8)])
-        said = CliRunner().invoke(command.app, ["gpu", "--json", str(tmp_path / "a.json")])
-        assert said.exit_code == 0, said.output
-        assert ("not met" in said.output) == aimed
-    assert not report.is_aimed_at({"cpu": "x"})
 
 
 # ---- other kernels
 
 
-@pytest.mark.parametrize("kernel", [1, 3, 5])
-@pytest.mark.parametrize("name", ["sparseconv", "spconv", "dense conv3d"])
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("sparseconv", 5), ("spconv", 3), ("dense conv3d", 1), ("dense conv3d", 3)]
+)
 def test_other_kernels_are_judged_and_measured(name, kernel):
     row = measure.run(Job(name, "uniform_30_12", 8, quantities=("forward", "step"), kernel=kernel, **TINY))
     if row["status"] == "skipped":
@@ -604,17 +453,6 @@ def test_the_command_keeps_what_was_done_before_a_stop(tmp_path, monkeypatch):
     code, said = bench("--case", "a", "--case", "b", "--json", tmp_path / "a.json")
     assert (code, "stopped" in said) == (0, True)
     assert [row["case"] for row in report.read(tmp_path / "a.json")["rows"]] == ["a"]
-
-
-def test_a_stop_before_the_first_row_leaves_the_file_of_before(tmp_path, monkeypatch):
-    def attempt(job):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(package, "attempt", attempt)
-    (tmp_path / "a.json").write_text("of before")
-    code, said = bench("--case", "a", "--json", tmp_path / "a.json")
-    assert (code, said) == (130, "stopped; nothing was measured, and nothing was written")
-    assert (tmp_path / "a.json").read_text() == "of before"
 
 
 def test_an_interrupted_write_leaves_the_file_of_before(tmp_path, monkeypatch):
@@ -720,11 +558,10 @@ def test_the_committed_claims_are_well_formed():
             assert (benchmarks.RESULTS / claim["record"]).exists() or claim["record"] == "targets.json"
 
 
-@pytest.mark.parametrize("claim", verify.claims(), ids=lambda claim: claim["name"])
-def test_a_claim_about_a_card_is_what_its_record_says(claim):
-    if "record" not in claim:
-        pytest.skip("measured where it is checked")
-    assert verify.holds(claim, stated.recorded(claim), "recorded")
+def test_claims_about_a_card_are_what_their_records_say():
+    """The others are measured where they are checked."""
+    recorded = [claim for claim in verify.claims() if "record" in claim]
+    assert [c["name"] for c in recorded if not verify.holds(c, stated.recorded(c), "recorded")] == []
 
 
 def test_the_readme_states_its_claims_and_no_other_number():
@@ -777,50 +614,6 @@ def test_claims_are_measured_anew_until_one_does_not_hold(tmp_path, capsys):
     said = filter(None, capsys.readouterr().out.splitlines())
     again = ["later than stated, measured again: 1"] * (verify.TIMES - 1)
     assert [line.partition(" a step")[0] for line in said] == [*again, "holds", "does not hold"]
-
-
-@pytest.mark.parametrize(
-    ("times", "unit", "tolerance", "code", "kept"),
-    [
-        ([2.0, 1.5], "ms", 0.1, 0, 1.5),
-        ([2.0, 1.8, 1.9], "ms", 0.1, 1, 1.8),
-        ([2.0, 2.1, 2.2], "ms", 0.9, 0, 2.0),  # holds on a slow host, and is looked at again all the same
-        ([1.5], "ms", 0.1, 0, 1.5),
-        ([1.6], "ms", 0.9, 0, 1.6),
-        ([2.0], "MiB", 0.1, 1, 2.0),  # a host's other work adds nothing to it
-    ],
-)
-@pytest.mark.parametrize("whose", ["sparseconv", "best other"])
-def test_a_late_time_is_measured_again_and_counts_where_it_was_least(
-    monkeypatch, tmp_path, whose, times, unit, tolerance, code, kept
-):
-    asked = {"implementation": whose, "case": "shell_16", "channels": 4, "dtype": "fp32", "device": "cpu"}
-    claim = {"name": "a", "text": "a step", "measure": asked | {"quantity": "step"}, "unit": unit}
-    claim |= {"tolerance": tolerance, "figure": 1.45, "stated": "1.45"}
-    (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim]}))
-    left, file = iter(times), tmp_path / "kept.json"
-    monkeypatch.setattr(verify, "PEERS", verify.PEERS[:1])
-    monkeypatch.setattr(runner, "absent", lambda name: None)
-
-    def run(jobs, console, caches, keep, **named):
-        (job,) = jobs
-        keep(job.as_dict() | {"status": "measured", "step": {"median": next(left)}, "memory": {"peak_mib": 3.0}})
-
-    monkeypatch.setattr(verify.session, "run", run)
-    holds = verify.verify([], None, wide_console(), tmp_path / "claims.json", file)
-    assert holds == (0 if whose == "best other" else code), "a peer may be slower than stated"
-    assert not list(left)
-    (row,) = report.read(file)["rows"]
-    assert (row["step"]["median"], row.get("times", 1)) == (kept, len(times))
-
-
-def test_a_network_is_measured_again_where_its_claim_does_not_hold():
-    asked = {"implementation": "unet:sparseconv", "case": "shell_16", "channels": 4, "dtype": "fp32", "device": "cpu"}
-    claim = {"measure": asked | {"quantity": "step"}, "unit": "ms", "tolerance": 0.9, "figure": 1.0}
-    rows = {job: {"status": "measured", "step": {"median": 1.8}} for job in verify.jobs_of(claim["measure"])}
-    assert len(rows) == 1
-    assert not verify._is_late(claim, rows)
-    assert verify._is_late(claim | {"tolerance": 0.7}, rows)
 
 
 @pytest.mark.parametrize(("theirs", "code"), [(2.0, 0), (1.4, 0), (1.2, 1)])
@@ -886,15 +679,9 @@ def test_an_unknown_claim_is_named(capsys):
     assert "a claim of nobody" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        ".".join(file.relative_to(benchmarks.ROOT).with_suffix("").parts)
-        for file in (benchmarks.ROOT / "benchmarks").rglob("[a-z]*.py")
-    ),
-)
-def test_every_benchmark_can_be_imported_without_a_card(name):
-    __import__(name)
+def test_every_benchmark_can_be_imported_without_a_card():
+    for file in sorted((benchmarks.ROOT / "benchmarks").rglob("[a-z]*.py")):
+        __import__(".".join(file.relative_to(benchmarks.ROOT).with_suffix("").parts))
 
 
 def test_a_revision_says_whether_files_differ_from_it(tmp_path):

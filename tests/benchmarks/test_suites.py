@@ -29,6 +29,7 @@ def test_what_fails():
 """
 
 
+@pytest.mark.slow
 def test_a_suite_is_counted(tmp_path, monkeypatch, capsys):
     (tmp_path / "torchsparse" / "tests").mkdir(parents=True)
     (tmp_path / "torchsparse" / "tests" / "test.py").write_text(OWN)

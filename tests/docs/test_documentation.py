@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import sparseconv
 from sparseconv.geometry.cards import LEAST
 from tests.backends.test_triton_ahead_of_time import SHARED
 from tests.docs.surface import public_functions
+from tests.forked import Forks
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -36,6 +38,14 @@ def name(page: Path) -> str:
 def cache(tmp_path_factory) -> Path:
     """Where pages keep compiled kernels: the first that needs one compiles it for all."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """A process whose forks run pages: importing torch takes longer than most of them."""
+    found = Forks(READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    yield found
+    found.close()
 
 
 def street(folder: Path) -> None:
@@ -57,31 +67,33 @@ assert "pt_gloo_runloop" not in threads, threads
 """
 
 
-def run(page: Path, tmp_path: Path, cache: Path) -> str:
+def run(page: Path, tmp_path: Path, cache: Path, forks: Forks) -> str:
     """What a page prints. From a file, since Triton reads the source of its functions; where a page says torchrun, in
     two processes."""
     text = page.read_text()
     program = tmp_path / f"{page.stem}_page.py"
     ranks = "torchrun" in text
     program.write_text("\n".join([*BLOCK.findall(text), *([GROUP_IS_GONE] if ranks else [])]))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks else []
-    done = subprocess.run(
-        [sys.executable, *launcher, program],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPARSECONV_CACHE_DIR": str(cache)},
-        check=False,
-    )
+    if not ranks:
+        done = forks.run(program, tmp_path, {"SPARSECONV_CACHE_DIR": str(cache)})
+    else:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPARSECONV_CACHE_DIR": str(cache)},
+            check=False,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name)
-def test_a_page_runs(page, tmp_path, cache):
+def test_a_page_runs(page, tmp_path, cache, forks):
     if page.name == "README.md":
         street(tmp_path)
-    printed = run(page, tmp_path, cache)
+    printed = run(page, tmp_path, cache, forks)
     if page.name == "README.md":
         assert float(re.findall(r"accuracy on the other half: ([\d.]+)", printed)[0]) > 0.8
         assert (tmp_path / "street.png").stat().st_size > 5000
