@@ -15,7 +15,7 @@ from sparseconv.bench.implementations import Sparseconv
 from sparseconv.bench.measure import Layer
 from sparseconv.geometry import fixed_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
-from sparseconv.geometry.scene import put_scene
+from sparseconv.geometry.fixed_grid_io import put_scene
 from sparseconv.gpu import graphs
 
 #: rows of a captured map over the scene's, in the figure and in the one beside it: as few as fit, and nn.capture's own

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparseconv.distributed.agreement import agreed, agreed_call
 from sparseconv.distributed.exchange import Exchange, send_to, sendable, summed
 from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
+from sparseconv.geometry.coord_ops import unique_coords
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_choice, check_count, check_kind, check_tensor
 

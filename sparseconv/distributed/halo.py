@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from sparseconv.distributed.exchange import Exchange, send_to
 from sparseconv.distributed.grid import ShardedGrid
+from sparseconv.geometry.coord_ops import reached, unique_coords
 from sparseconv.geometry.edges import torus_of, wrap
-from sparseconv.geometry.other_voxels import reached, unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.window import Window
 

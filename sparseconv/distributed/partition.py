@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from sparseconv.distributed.exchange import joined, replicated, send_to
 from sparseconv.distributed.grid import ShardedGrid, check_rows, learns
 from sparseconv.distributed.halo import find_halo
 from sparseconv.distributed.passage import Passage
+from sparseconv.geometry.coord_ops import unique_coords
 from sparseconv.geometry.edges import coarse_grid, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.plan.arguments import as_epilogue, checked_window

@@ -14,10 +14,10 @@ from sparseconv.export.recorder import Recorder
 from sparseconv.export.sequence import Memory, Writer
 from sparseconv.files import check_place, written_whole
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid
+from sparseconv.geometry.fixed_grid_io import FAULTS, fault_of, put_scene
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.known_grids import remember
+from sparseconv.geometry.grid_cache import remember
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.geometry.scene import FAULTS, fault_of, put_scene
 from sparseconv.gpu import graphs
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree

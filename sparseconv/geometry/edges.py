@@ -9,12 +9,12 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import check_box, close, outside, row
+from sparseconv.geometry.coord_ops import reached, unique_coords
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.other_voxels import reached, unique_coords
 from sparseconv.geometry.ranges import DENSE_KINDS, Boundary, IndexRange
 from sparseconv.geometry.window import Window, symmetry
-from sparseconv.gpu.streams import building
+from sparseconv.gpu.streams import map_stream
 
 
 @transforms.constant
@@ -34,7 +34,7 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
         identity, mirror = window.symmetry if torus is None else symmetry(window, torus)
     if fine.coords.is_cuda:
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
-        with building() as streams:
+        with map_stream() as streams:
             source = _on_gpu().find_edges_on_gpu(fine, coarse.coords, window, torus, most)
         sizes = source.num_in, coarse.num_voxels, len(window.offsets)
         found = KernelMap(*sizes, source=source, identity_tap=identity, mirror=mirror)

@@ -11,15 +11,15 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import INT32, Floats, check_box, check_mask, checked_device
-from sparseconv.geometry.cpu.sorted_table import SortedTable
+from sparseconv.geometry.coord_ops import places_of, reached, unique_coords
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.example import BARRIERS, Join, Reach, zeros_for
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.other_voxels import places_of, reached, unique_coords
+from sparseconv.geometry.keys import SortedTable
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.views.dense import checked_box, filled_within
 from sparseconv.geometry.window import Window
-from sparseconv.gpu.streams import building, following, keep
+from sparseconv.gpu.streams import following, keep, map_stream
 from sparseconv.kinds import check_values
 from sparseconv.torch_private import no_transforms
 
@@ -108,7 +108,7 @@ class FixedGrid(VoxelGrid):
         if extent.rank != like.rank or extent.size == 0:
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
-        with building():
+        with map_stream():
             zeros = zeros_for(coords, like.sizes)
         keep(self)
         self._set(coords, count, zeros[BARRIERS : BARRIERS + 1], zeros[:BARRIERS], extent, like.voxel_size, like, room)
@@ -155,7 +155,7 @@ class FixedGrid(VoxelGrid):
     def _make_cells(self, checked: bool = False) -> CoordinateTable:
         from sparseconv.geometry.gpu.table import build_table  # Triton is loaded where it is used
 
-        with building():
+        with map_stream():
             return build_table(self.coords, self._ranges, device_count=self.device_count, checked=checked)
 
     @property
@@ -230,7 +230,7 @@ class FixedGrid(VoxelGrid):
         example = self._example(window, boundary, within, to_fine)
         most = min(self.batch_size * extent.size, len(self) * len(window.offsets))
         rows = self._free_rows(min(most, max(1, math.ceil(self.room * len(example) / ROWS)) * ROWS))
-        with building():
+        with map_stream():
             coords, count = self._reach(window, boundary, torus, extent, ends, rows, to_fine)
         size = tuple(v * s for v, s in zip(self.voxel_size, scale))
         return self._made(coords, count, extent, size, example)
@@ -290,7 +290,7 @@ class FixedGrid(VoxelGrid):
     @torch.no_grad()
     def end_at(self, ends: Int32[torch.Tensor, " D"]) -> None:
         """Note a fault where a voxel lies at or behind ``ends``, (D,) int32 on the device."""
-        with building():
+        with map_stream():
             self.fault |= 8 * (self.coords[:, 1:] >= ends).any().to(torch.int32)
 
     def pairs_like(self, coarse: FixedGrid, window: Window, boundary: Boundary) -> int:

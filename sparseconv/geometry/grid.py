@@ -25,10 +25,10 @@ from sparseconv.geometry.arguments import (
     numbers,
     own,
 )
-from sparseconv.geometry.cards import check_card
-from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
+from sparseconv.geometry.coord_ops import checked_factors, coarser, finer, morton_rows, near
+from sparseconv.geometry.cuda_capability import check_card
 from sparseconv.geometry.example import ExampleSizes
-from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, morton_rows, near
+from sparseconv.geometry.keys import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, per_axis
 from sparseconv.geometry.views.dense import checked_box, filled, sites_of
 from sparseconv.geometry.views.picture import html

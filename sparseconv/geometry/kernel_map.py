@@ -11,7 +11,7 @@ import torch
 from sparseconv import transforms
 from sparseconv.geometry.arguments import checked_device
 from sparseconv.geometry.gpu.lists import WorkLists
-from sparseconv.gpu.streams import Moment, appending, building
+from sparseconv.gpu.streams import StreamEvent, edge_stream, map_stream
 from sparseconv.moving import Movable
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class EdgeSource(Protocol):
         """Whether more pairs are written than there are edges, whose number the host does not know."""
 
     @property
-    def moment(self) -> Moment | None:
+    def moment(self) -> StreamEvent | None:
         """When their search was launched, in a run whose maps have streams of their own."""
 
     @property
@@ -171,15 +171,15 @@ class KernelMap(Movable):
         twin = self._twin()
         if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
             if self.mirror == tuple(reversed(range(self.num_taps))):
-                with building():
+                with map_stream():
                     return twin.neighbors.flip(0)
-            with building():  # by no index that a graph could not copy
+            with map_stream():  # by no index that a graph could not copy
                 return torch.stack([twin.neighbors[tap] for tap in self.mirror])
         if self.source is not None and (self.padded or "_pairs" not in self.__dict__):
-            with building():
+            with map_stream():
                 return self.source.neighbors
         if self.source is not None:
-            with appending(self.source.moment):
+            with edge_stream(self.source.moment):
                 return self.source.table_of(*self._pairs, self.num_out)
         in_rows, out_rows, _ = self._pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
@@ -194,7 +194,7 @@ class KernelMap(Movable):
             if twin is not None and "_pairs" in twin.__dict__:
                 out_rows, in_rows, offsets = twin._pairs
                 return in_rows, out_rows, offsets
-            with appending(self.source.moment):
+            with edge_stream(self.source.moment):
                 in_rows, out_rows, offsets = self.source.pairs()
             if twin is not None:  # both directions read the same arrays
                 twin.__dict__.setdefault("_pairs", (out_rows, in_rows, offsets))
@@ -241,7 +241,7 @@ class KernelMap(Movable):
         if twin is not None and "half_pairs" in twin.__dict__:  # both directions read the same arrays
             out_rows, in_rows, offsets = twin.half_pairs
             return in_rows, out_rows, offsets
-        with appending(source.moment):
+        with edge_stream(source.moment):
             return source.half_pairs()
 
     def _counted(self) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import INT32, INTEGERS, Floats, checked_batch_size, numbers
-from sparseconv.geometry.cards import check_card
-from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.cuda_capability import check_card
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_values
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sparseconv.gpu.cooperative import programs_at_once
 from sparseconv.gpu.launcher import INTERPRETED, Launcher, Pointer, ceil_div, pointer
-from sparseconv.gpu.warp_asm import (
+from sparseconv.gpu.warp_ptx import (
     LOOK,
     MOST_ROWS,
     OF_ALL,

@@ -79,32 +79,32 @@ class SideStreams:
             self._kept.clear()
             self._found.clear()
 
-    def building(self) -> AbstractContextManager[SideStreams]:
+    def map_stream(self) -> AbstractContextManager[SideStreams]:
         """Within it, launches and memory belong to the stream of the maps; whoever entered it then waits for them."""
         return self._on(self._maps)
 
-    def listing(self) -> AbstractContextManager[SideStreams]:
-        """`building` of lists, from maps."""
+    def list_stream(self) -> AbstractContextManager[SideStreams]:
+        """`map_stream` of lists, from maps."""
         return self._on(self._lists)
 
-    def appending(self, since: Moment | None) -> AbstractContextManager[SideStreams]:
-        """`building` of edges by tap, from maps of this run until a moment of it; else from all maps so far."""
+    def edge_stream(self, since: StreamEvent | None) -> AbstractContextManager[SideStreams]:
+        """`map_stream` of edges by tap, from maps of this run until a moment of it; else from all maps so far."""
         return self._on(self._edges, since.event if since is not None and since.of is self else None)
 
     def reporting(self) -> AbstractContextManager[SideStreams]:
-        """`building` after all maps, lists and edges so far."""
+        """`map_stream` after all maps, lists and edges so far."""
         for stream in self.streams[1:]:
             self._maps.wait_stream(stream)
         return self._on(self._maps)
 
     def following(self) -> AbstractContextManager[SideStreams]:
-        """`building` after all features so far, which say what rows there are."""
+        """`map_stream` after all features so far, which say what rows there are."""
         self._maps.wait_stream(self._features)
-        return self.building()
+        return self.map_stream()
 
-    def moment(self) -> Moment:
+    def moment(self) -> StreamEvent:
         """All maps so far."""
-        return Moment(self, self._maps.record_event())
+        return StreamEvent(self, self._maps.record_event())
 
     @property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
@@ -184,44 +184,44 @@ class SideStreams:
             self._operands = []
 
 
-class Moment(NamedTuple):
+class StreamEvent(NamedTuple):
     """What maps of a run had come to."""
 
     of: SideStreams
     event: torch.cuda.Event
 
 
-def building() -> AbstractContextManager[SideStreams | None]:
+def map_stream() -> AbstractContextManager[SideStreams | None]:
     """A context for launches that maps are made by: on the stream of maps in a run that has one, else where they are.
 
     What it gives must `keep` what was built, where it is not None.
     """
     side = current()
-    return _NOTHING if side is None else side.building()
+    return _NOTHING if side is None else side.map_stream()
 
 
 def following() -> AbstractContextManager[SideStreams | None]:
-    """`building` of grids that features decide."""
+    """`map_stream` of grids that features decide."""
     side = current()
     return _NOTHING if side is None else side.following()
 
 
 def reporting() -> AbstractContextManager[SideStreams | None]:
-    """`building` of what tells the host of all that was built."""
+    """`map_stream` of what tells the host of all that was built."""
     side = current()
     return _NOTHING if side is None else side.reporting()
 
 
-def listing() -> AbstractContextManager[SideStreams | None]:
-    """`building` of what is made of tables, searches and sorts, none of which is made of it."""
+def list_stream() -> AbstractContextManager[SideStreams | None]:
+    """`map_stream` of what is made of tables, searches and sorts, none of which is made of it."""
     side = current()
-    return _NOTHING if side is None else side.listing()
+    return _NOTHING if side is None else side.list_stream()
 
 
-def appending(since: Moment | None) -> AbstractContextManager[SideStreams | None]:
-    """`building` of edges by tap, from maps that were launched until a moment."""
+def edge_stream(since: StreamEvent | None) -> AbstractContextManager[SideStreams | None]:
+    """`map_stream` of edges by tap, from maps that were launched until a moment."""
     side = current()
-    return _NOTHING if side is None else side.appending(since)
+    return _NOTHING if side is None else side.edge_stream(since)
 
 
 def keep(built: Any) -> None:

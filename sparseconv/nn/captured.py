@@ -13,11 +13,11 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, forget_tables
+from sparseconv.geometry.fixed_grid_io import fault_of, put_scene
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.geometry.scene import fault_of, put_scene
 from sparseconv.gpu import graphs
-from sparseconv.gpu.turns import Turns
+from sparseconv.gpu.stream_mutex import StreamMutex
 from sparseconv.nn.results import Scene, has_others, put_rows, rows_of
 from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
@@ -51,7 +51,7 @@ class Captured:
         self.network, self.max_voxels = network, -(-most // ROWS) * ROWS
         self._room, self._extent, self._device = max(room, self.max_voxels / voxels), extent, example.device
         #: whose turn it is to use the arrays and the graph
-        self._turns = Turns()
+        self._turns = StreamMutex()
         self._modes = [(m, m.training) for m in network.modules()]
         self._kept: list[dict[str, Any]] = [d for m in network.modules() for d in (m._parameters, m._buffers) if d]
         kind = self._device.type

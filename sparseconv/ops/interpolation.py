@@ -18,10 +18,10 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import INT32
+from sparseconv.geometry.coord_ops import places_of
 from sparseconv.geometry.fixed_grid import FixedGrid
+from sparseconv.geometry.fixed_grid_io import POINTS, note_fault
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.other_voxels import places_of
-from sparseconv.geometry.scene import POINTS, note_fault
 from sparseconv.gpu.streams import following, keep
 from sparseconv.kinds import check_choice, check_tensor
 from sparseconv.ops.rows import check_grid, check_rows

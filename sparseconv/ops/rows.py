@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.cards import has_kernels
+from sparseconv.geometry.cuda_capability import has_kernels
 from sparseconv.kinds import check_tensor, described
 from sparseconv.torch_private import dispatch_modes, functional
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.arguments import INTEGERS, check_indices
-from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_count, check_tensor, described
 from sparseconv.tensor import SparseTensor

@@ -11,7 +11,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.geometry.cards import check_card
+from sparseconv.geometry.cuda_capability import check_card
 from sparseconv.interop import load, read
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from sparseconv import export, nn
 from sparseconv.export import card_package, packaging, sequence
 from sparseconv.export.card_package import FIXED, VOXELS
 from sparseconv.export.program import grid_of
-from sparseconv.geometry.known_grids import remember
+from sparseconv.geometry.grid_cache import remember
 from sparseconv.geometry.ranges import IndexRange
 from tests.export.networks import EXTENT, network, scene, spconv_input
 from tests.export.running import needs_a_compiler, run

@@ -10,7 +10,8 @@ import torch
 import sparseconv
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import backend
-from sparseconv.geometry import cards, grid
+from sparseconv.geometry import cuda_capability as cards
+from sparseconv.geometry import grid
 
 
 @pytest.fixture
@@ -87,5 +88,5 @@ def test_all_that_holds_ptx_is_asked_about():
     found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "inline_asm" in path.read_text()}
     assert "backends/triton_implicit_gemm/kernels.py" in found
     assert all(name.startswith(("geometry/gpu/", "gpu/", "backends/triton_implicit_gemm/")) for name in found), found
-    users = [path for path in root.rglob("*.py") if "sparseconv.gpu.warp_asm" in path.read_text()]
+    users = [path for path in root.rglob("*.py") if "sparseconv.gpu.warp_ptx" in path.read_text()]
     assert {path.relative_to(root).parts[0] for path in users} == {"geometry", "gpu"}

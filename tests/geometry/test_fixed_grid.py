@@ -18,14 +18,14 @@ from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
 from sparseconv.backends.registry import BACKENDS, backend
 from sparseconv.geometry.edges import Window, fine_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
+from sparseconv.geometry.fixed_grid_io import fault_of, put_scene
 from sparseconv.geometry.gpu.edge_lists import find_edges_on_gpu
+from sparseconv.geometry.gpu.fixed_grid_io import put_scene_on_gpu
 from sparseconv.geometry.gpu.lists import ROW_BITS, Schedule
-from sparseconv.geometry.gpu.scene import put_scene_on_gpu
 from sparseconv.geometry.gpu.schedule import meets_once, one_tap_schedule, schedule_on_gpu
 from sparseconv.geometry.gpu.table import lookup
 from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.scene import fault_of, put_scene
 from sparseconv.gpu.launcher import INTERPRETED
 from sparseconv.ops import avg_pool, max_pool, max_unpool, sum_pool, unpool
 from sparseconv.ops.pooling import _degrees, _Max, _WinnerSum, edge_sum

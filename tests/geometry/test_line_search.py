@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sparseconv import VoxelGrid
 from sparseconv.geometry.cpu.compiled import find_edges
-from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
 
 CUBE = tuple(itertools.product((-1, 0, 1), repeat=3))

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from sparseconv.geometry import other_voxels
-from sparseconv.geometry.other_voxels import reached
+from sparseconv.geometry import coord_ops as other_voxels
+from sparseconv.geometry.coord_ops import reached
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.window import Window
 

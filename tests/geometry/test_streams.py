@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparseconv.gpu import streams
-from sparseconv.gpu.streams import SideStreams, appending, building, listing
+from sparseconv.gpu.streams import SideStreams, edge_stream, list_stream, map_stream
 
 HERE = torch.device("cpu")
 
@@ -71,16 +71,16 @@ def test_features_wait_for_maps_and_maps_for_no_features(features):
     beside = SideStreams(HERE)
     with beside.run():
         feature = launch()
-        with building() as now:
+        with map_stream() as now:
             assert now is beside
             table = launch()
-            with building():  # in the same queue
+            with map_stream():  # in the same queue
                 search = launch()
             assert scene in torch.cuda.current_stream().before
             assert feature not in torch.cuda.current_stream().before
         assert {table, search} <= features.before
     assert streams.current() is None
-    with building() as now:
+    with map_stream() as now:
         assert now is None
         assert torch.cuda.current_stream() is features
 
@@ -93,7 +93,7 @@ def test_what_was_built_is_kept_until_the_run_ends(features):
     gone = weakref.ref(built[0])
 
     def fails():
-        with building() as now:
+        with map_stream() as now:
             now.keep(built.pop())
         gc.collect()
         assert gone() is not None
@@ -109,51 +109,51 @@ def test_what_was_built_is_kept_until_the_run_ends(features):
 def test_maps_wait_for_no_lists(features):
     beside = SideStreams(HERE)
     with beside.run():
-        with building():
+        with map_stream():
             table = launch()
-        with listing():
+        with list_stream():
             assert table in torch.cuda.current_stream().before
-            with building():  # a sort that a list needs
+            with map_stream():  # a sort that a list needs
                 order = launch()
             assert order in torch.cuda.current_stream().before
             tiles = launch()
         assert tiles in features.before
-        with building():
+        with map_stream():
             assert tiles not in torch.cuda.current_stream().before
     assert tiles in features.before
 
 
 def test_edges_wait_for_their_search_alone_and_features_for_them(features):
-    with SideStreams(HERE).run(), building() as earlier:
+    with SideStreams(HERE).run(), map_stream() as earlier:
         launch()
         past = earlier.moment()
     beside = SideStreams(HERE)
     with beside.run():
-        with building():
+        with map_stream():
             search = launch()
             found = beside.moment()
             order = launch()
-        with listing():
+        with list_stream():
             tiles = launch()
-        with appending(found):
+        with edge_stream(found):
             assert search in torch.cuda.current_stream().before
             assert not {order, tiles} & torch.cuda.current_stream().before
             pairs = launch()
         assert pairs in features.before
-        with building():  # the next map
+        with map_stream():  # the next map
             assert pairs not in torch.cuda.current_stream().before
-        with appending(past):  # a moment of another run says nothing of this one
+        with edge_stream(past):  # a moment of another run says nothing of this one
             assert order in torch.cuda.current_stream().before
-    with appending(found) as now:
+    with edge_stream(found) as now:
         assert now is None
 
 
 def test_what_edges_read_is_kept_until_maps_may_take_its_memory(features):
     beside = SideStreams(HERE)
     with beside.run():
-        with building():
+        with map_stream():
             launch()
-        with appending(beside.moment()):
+        with edge_stream(beside.moment()):
             pairs = launch()
         beside.retire(torch.zeros(1))
         assert pairs not in beside._maps.before
@@ -166,7 +166,7 @@ def test_what_lists_read_is_kept_until_maps_may_take_its_memory(features):
     with beside.run():
         first, second = torch.zeros(1), torch.zeros(1)
         gone = weakref.ref(first)
-        with listing():
+        with list_stream():
             tiles = launch()
             beside.retire(first)
             del first
@@ -186,7 +186,7 @@ def test_sums_fall_behind_until_the_next_or_the_end(features):
     def summed(*operands):
         def run():
             sums.append(launch())
-            with building():
+            with map_stream():
                 table = launch()
             assert table in torch.cuda.current_stream().before
             return torch.zeros(len(sums))

@@ -57,7 +57,7 @@ jobs = [
     (reached.CLAIM, (4, True, 128)), (reached.DECODE, (3, 256)),
     (search.SCAN, (8192,)), (scene._PUT, (2048,)), (edge_lists.REVERSE, (1024,)),
     (edge_lists.SCATTER, (1024,)),
-    (edge_lists.CONFINE, (32,)),
+    (edge_lists.OVERFLOW, (32,)),
     (edge_lists.PAIRS, (*around, True, 512, 128)), (edge_lists.PAIRS, (*by_key, False, 128, 128)),
     (edge_lists_3x3x3.CUBE_PAIRS, (512, False)),
     (schedule.CUBE_TILES, (128, 32, False)),

@@ -99,7 +99,7 @@ def test_jobs_after_all_lists_make_no_search_anew() -> None:
     edges, want = map_of(search), search.pending.read()
     schedule_of(edges, 128)
     for form in ("schedule", "pairs"):
-        edges.source.wrote(form)
+        edges.source.mark_built(form)
     assert edges.source.search.is_released
     jobs = jobs_of(edges, 30)
     assert edges.source.search.is_released

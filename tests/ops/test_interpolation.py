@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import sparseconv as sc
 from sparseconv import ops
 from sparseconv.geometry import FixedGrid
-from sparseconv.geometry.scene import fault_of
+from sparseconv.geometry.fixed_grid_io import fault_of
 from tests.cases import TOLERANCE, Case, error, random_grid
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -33,11 +33,11 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
     work_of,
 )
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe, max_jobs, tiles_of
-from sparseconv.geometry.cards import refusal
+from sparseconv.geometry.cuda_capability import refusal
 from sparseconv.geometry.gpu.lists import JOB_QUANTUM, SLOT_ALIGNMENT, most_jobs
 from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.gpu.streams import listing, scratch
+from sparseconv.gpu.streams import list_stream, scratch
 
 if TYPE_CHECKING:
     from sparseconv.backends.float8 import Float8Rescale
@@ -348,5 +348,5 @@ def _chosen(candidates: Sequence[Any], step_of: Callable[[Any], Any], tensors: t
 
 
 def _bound(recipe: ConvRecipe | WeightGradRecipe, kernel_map: KernelMap) -> Callable[..., None]:
-    with listing():
+    with list_stream():
         return recipe.bind(kernel_map)

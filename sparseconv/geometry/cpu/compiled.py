@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.geometry.cpu.loops import collect_loop, edge_loop, key_loop, mark_loop
-from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.geometry.window import Window
 from sparseconv.llvm.compile import missing

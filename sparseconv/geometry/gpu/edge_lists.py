@@ -24,7 +24,7 @@ from sparseconv.geometry.gpu.table import CoordinateTable
 from sparseconv.geometry.gpu.taps import TapWindow, encode_window, entry_of, look, take
 from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
-from sparseconv.gpu.streams import Moment, current
+from sparseconv.gpu.streams import StreamEvent, current
 
 _I32, _I64 = torch.int32, torch.int64
 
@@ -55,7 +55,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
     out_rows = torch.empty(most, dtype=torch.int32, device=device)
     if most:
         window = search.window
-        confine(search, most)
+        clear_on_overflow(search, most)
         if search.is_cube:
             list_cube(search, pointer(in_rows), pointer(out_rows), most)
         else:
@@ -81,7 +81,7 @@ def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.
     else:
         all_taps = search.most_edges if most is None else most
         room = _half_room(search, all_taps)
-        confine(search, all_taps)
+        clear_on_overflow(search, all_taps)
     in_rows = torch.empty(room, dtype=torch.int32, device=device)
     out_rows = torch.empty(room, dtype=torch.int32, device=device)
     if room and len(scratch):
@@ -94,7 +94,7 @@ def _half_room(search: WindowSearch, most: int) -> int:
     return (most + search.rows + 1) // 2
 
 
-def confine(search: WindowSearch, most: int) -> None:
+def clear_on_overflow(search: WindowSearch, most: int) -> None:
     """Leave no tap an edge, and set the fault flag, where rows that the host does not know have more than ``most``.
 
     So too where half of them have more than fit: of rows that occur twice, mirrored taps are not alike.
@@ -102,12 +102,12 @@ def confine(search: WindowSearch, most: int) -> None:
     pending = search.pending
     if search.device_count is None or pending is None:
         return
-    if search.rows and most < search.most_edges and not pending.is_confined:
-        pending.is_confined = True
+    if search.rows and most < search.most_edges and not pending.is_cleared:
+        pending.is_cleared = True
         taps = search.window.num_taps
         half, room = (HALF.value, _half_room(search, most)) if search.is_cube else (taps, most)
         known = (pointer(pending.offsets), pointer(search.device_count.fault), most, taps, half, room)
-        CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
+        OVERFLOW(search.coords.device, (1,), known, (power_of_2(taps + 1),))
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ def table_of_pairs(in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch
 
 
 @triton.jit
-def confine_kernel(offsets_ptr, fault_ptr, most, num_taps, half, room, TAPS: tl.constexpr):
+def overflow_kernel(offsets_ptr, fault_ptr, most, num_taps, half, room, TAPS: tl.constexpr):
     """Where there are more edges than places, or more of the first ``half`` taps than ``room``, no tap has any: each
     list then fits, whatever is written to it."""
     too_many = (tl.load(offsets_ptr + num_taps) > most) | (tl.load(offsets_ptr + half) > room)
@@ -251,7 +251,7 @@ def scatter_kernel(in_rows_ptr, out_rows_ptr, offsets_ptr, table_ptr, edges, num
     tl.store(table_ptr + tap * num_out + out_row, in_row, mask=real)
 
 
-CONFINE = Launcher(confine_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
+OVERFLOW = Launcher(overflow_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
 PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
 REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 SCATTER = Launcher(scatter_kernel, (_I32, _I32, _I64, _I32, int, int, int))
@@ -304,7 +304,7 @@ def find_edges_on_gpu(
 class FoundEdges:
     """The edges of one window on a GPU, counted but not written down: an `EdgeSource` of a kernel map.
 
-    It owns the search, and lets its scratch memory go once all lists were made (`wrote`).
+    It owns the search, and lets its scratch memory go once all lists were made (`mark_built`).
     """
 
     search: WindowSearch
@@ -322,7 +322,7 @@ class FoundEdges:
         return self.search.device_count is not None
 
     @property
-    def moment(self) -> Moment | None:
+    def moment(self) -> StreamEvent | None:
         """When the search was launched, in a run whose maps have streams of their own."""
         return self.search.moment
 
@@ -359,7 +359,7 @@ class FoundEdges:
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows, out_rows and tap_offsets; waits for the counts alone."""
         in_rows, out_rows, _ = pairs_of(self.searched(), self.most)
-        self.wrote("pairs")
+        self.mark_built("pairs")
         return in_rows, out_rows, self.counted.offsets
 
     def table_of(
@@ -371,12 +371,12 @@ class FoundEdges:
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows and out_rows of the first HALF taps, and the tap_offsets of all; waits for the counts alone."""
         in_rows, out_rows = half_pairs_of(self.searched(), self.most)
-        self.wrote("pairs")
+        self.mark_built("pairs")
         return in_rows, out_rows, self.counted.offsets
 
     def offsets(self) -> torch.Tensor:
         """tap_offsets; writes no edges down."""
-        confine(self.search, self.search.most_edges if self.most is None else self.most)
+        clear_on_overflow(self.search, self.search.most_edges if self.most is None else self.most)
         return self.counted.offsets
 
     def counts(self) -> tuple[int, ...]:
@@ -391,7 +391,7 @@ class FoundEdges:
         """The same edges with input and output exchanged."""
         return ReversedEdges(self)
 
-    def wrote(self, form: str) -> None:
+    def mark_built(self, form: str) -> None:
         """Note that a form was made; with pairs and a schedule a step has all, and scratch memory goes back."""
         self.written.add(form)
         if {"pairs", "schedule"} <= self.written:
@@ -417,7 +417,7 @@ class ReversedEdges:
         return self.found.padded
 
     @property
-    def moment(self) -> Moment | None:
+    def moment(self) -> StreamEvent | None:
         """When the search was launched, in a run whose maps have streams of their own."""
         return self.found.moment
 

@@ -31,7 +31,7 @@ from sparseconv.geometry.gpu.table import ENTRIES, KEYS, STATUS, CoordinateTable
 from sparseconv.geometry.gpu.taps import KEY_BITS, key_words, tap_order
 from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer
 from sparseconv.gpu.radix_sort import sort_rows
-from sparseconv.gpu.streams import building
+from sparseconv.gpu.streams import map_stream
 
 _I32, _I64 = torch.int32, torch.int64
 
@@ -200,10 +200,10 @@ def row_order(search: WindowSearch, chunk_rows: int | None = None) -> torch.Tens
     """
     if chunk_rows is None and search.table is not None and search.window.num_taps <= KEY_BITS:
         scratch = search.found[1]
-        with building():
+        with map_stream():
             if search.passes is None:
                 return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), search.window.key_bits)
             search.passes.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], search.coords.device)
         return scratch[ORDER]
-    with building():
+    with map_stream():
         return sort_rows(row_keys(search, search.window.all_taps, None, chunk_rows))

@@ -33,7 +33,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer, power_of_2
 from sparseconv.gpu.radix_sort import sort_rows
-from sparseconv.gpu.streams import building, current
+from sparseconv.gpu.streams import current, map_stream
 
 _I32, _I64 = torch.int32, torch.int64
 
@@ -298,7 +298,7 @@ def schedule_on_gpu(
     if isinstance(kernel_map.source, FoundEdges):
         schedule = build_schedule(kernel_map.source.searched(), block_m, groups=groups, chunk_rows=chunk_rows)
         if kernel_map.num_out > KEPT_ROWS:
-            kernel_map.source.wrote("schedule")
+            kernel_map.source.mark_built("schedule")
         return schedule
     significance = tap_significance(kernel_map.num_taps)
     source = kernel_map.source
@@ -344,7 +344,7 @@ def build_schedule(
     if significance is None and groups is None:
         order = row_order(search, chunk_rows)
     else:
-        with building():
+        with map_stream():
             order = sort_rows(row_keys(search, parts, significance, chunk_rows))
     schedule = make_tiles(search, order, parts, block_m, chunk_rows is not None)
     side = current()

@@ -34,8 +34,8 @@ from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, l
 from sparseconv.gpu.launcher import INTERPRETED, RESIDENT, Launcher, Pointer, ceil_div, constant, pointer, power_of_2
 from sparseconv.gpu.radix_sort import COOPERATIVE_STEPS, COOPERATIVE_WARPS, Passes, count_digits, digits_of
 from sparseconv.gpu.report import Report
-from sparseconv.gpu.streams import Moment, building, current
-from sparseconv.gpu.warp_asm import OPEN_COUNTERS, open_room
+from sparseconv.gpu.streams import StreamEvent, current, map_stream
+from sparseconv.gpu.warp_ptx import OPEN_COUNTERS, open_room
 
 _I32, _I64 = torch.int32, torch.int64
 
@@ -58,7 +58,7 @@ class PendingCounts:
         self.report = Report(taps + 3, device)
         self._table: CoordinateTable | None = table
         #: whether the offsets were cut to what there is room for
-        self.is_confined = False
+        self.is_cleared = False
         self._values: tuple[int, ...] = ()
 
     def read(self) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ class WindowSearch:
     passes: Passes | None = None  # of the sort of its rows, whose digits its launch may have counted
     neighbors: torch.Tensor | None = None  # (K, N_out) int32, where it was given, and of more than 31 taps
     pointers: tuple[Pointer, ...] = ()  # what kernels take to look rows up: see `passes.SEARCH_TYPES`
-    moment: Moment | None = None  # when it was launched, in a run whose maps have streams of their own
+    moment: StreamEvent | None = None  # when it was launched, in a run whose maps have streams of their own
     #: constants on the device that launches read: kept as long as a graph that holds those launches may run
     kept: list[torch.Tensor] = field(default_factory=list)
 
@@ -597,13 +597,13 @@ def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindo
         coords: (N_out, 1+D) int32 on the same device, in any order; ``table.coords`` itself is faster.
         window: of the same device.
     """
-    with building():
+    with map_stream():
         return _search(table, coords, window)
 
 
 def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:
     n, taps, device = coords.shape[0], window.num_taps, coords.device
-    is_local, is_cube, constants = looks_of(window, table.shifts, coords is table.coords and n > 0)
+    is_local, is_cube, constants = lookup_constants(window, table.shifts, coords is table.coords and n > 0)
     coords = coords if is_local else aligned(coords)
     chunk_rows = rows_per_chunk(n)
     chunks = ceil_div(n, chunk_rows)
@@ -660,7 +660,7 @@ def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = Non
 
 
 @lru_cache(maxsize=512)
-def looks_of(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool, bool, tuple]:
+def lookup_constants(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool, bool, tuple]:
     """`is_local`, `is_cube` and the constants of searches in a table of such blocks; ``same``: for its own rows."""
     rank = len(shifts) - 1
     local = same and 0 <= window.reach <= 2 ** min(shifts[1:])

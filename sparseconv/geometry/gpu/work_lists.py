@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.geometry.gpu.lists import JOB_QUANTUM, Jobs, Schedule, ScheduleForm, most_jobs, plane_groups
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.gpu.streams import appending, listing
+from sparseconv.gpu.streams import edge_stream, list_stream
 
 #: rows that are sorted together where rows must stay near their neighbours: a few megabytes of features
 CHUNK_ROWS = 32_768
@@ -46,7 +46,7 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
     jobs = kernel_map.work_lists.jobs.get(count)
     if jobs is None:
         source = kernel_map.source
-        with listing() if source is None else appending(source.moment):
+        with list_stream() if source is None else edge_stream(source.moment):
             offsets = kernel_map.tap_offsets if source is None else source.offsets()
             jobs = _kernels()[1].cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
         jobs = kernel_map.work_lists.jobs.setdefault(count, jobs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, per_axis
 from sparseconv.kinds import check_values, warn
 

@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 
 from sparseconv.geometry.arguments import bounds, row
-from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.interop.arguments import lower_corners, scaled
 from sparseconv.ops.points import PointGroups

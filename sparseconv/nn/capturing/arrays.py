@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.geometry.fixed_grid import FixedGrid
+from sparseconv.geometry.fixed_grid_io import put_scene
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.geometry.scene import put_scene
 from sparseconv.nn.capturing.region import Limits, Scene, Shape, kind_of
 from sparseconv.nn.capturing.values.given import CannotCapture, Given, has_own_rows, is_there
 from sparseconv.nn.results import put_rows

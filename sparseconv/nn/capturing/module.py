@@ -13,7 +13,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.gpu import graphs
-from sparseconv.gpu.turns import Turns
+from sparseconv.gpu.stream_mutex import StreamMutex
 from sparseconv.nn.capturing import calls, verify
 from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.arrays import Sizes
@@ -64,7 +64,7 @@ class Captured:
         #: what graphs depend on; looked at when the module is called
         self._parts: ModuleParts | None = None
         #: what recordings are made in and gradients are awaited in; whose turn it is to replay or record
-        self._memory, self._turns = SharedMemory(), Turns()
+        self._memory, self._turns = SharedMemory(), StreamMutex()
 
     @property
     def module(self) -> torch.nn.Module:

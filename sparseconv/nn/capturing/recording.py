@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.fixed_grid import FixedGrid, forget_tables
+from sparseconv.geometry.fixed_grid_io import fault_of
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.scene import fault_of
 from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer

@@ -11,7 +11,7 @@ from sparseconv import transforms
 from sparseconv.geometry.arguments import own
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.known_grids import known, remember
+from sparseconv.geometry.grid_cache import known, remember
 from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.interop.arguments import is_unwritten
 from sparseconv.interop.spconv.core import ConvAlgo

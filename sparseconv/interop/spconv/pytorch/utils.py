@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.arguments import INTEGERS, numbers
-from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT
+from sparseconv.geometry.keys import KEY_LIMIT
 from sparseconv.interop.arguments import whole
 from sparseconv.interop.spconv import point_loop
 from sparseconv.kinds import as_device, check_values, described, shortened

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.arguments import bounds, numbers
-from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.interop.arguments import lower_corners
 from sparseconv.kinds import as_tensor

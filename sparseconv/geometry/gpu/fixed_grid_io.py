@@ -13,7 +13,7 @@ BLOCK = 2048
 
 
 def put_scene_on_gpu(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, filled: int) -> None:
-    """`geometry.scene.put_scene` of contiguous int32 arrays on one device that begin at multiples of 16 bytes."""
+    """`geometry.fixed_grid_io.put_scene` of contiguous int32 arrays that begin at multiples of 16 bytes."""
     n, columns = coords.shape
     most = max(n, filled)
     args = (pointer(coords), pointer(into), pointer(count), n * columns, most * columns, n)
@@ -30,7 +30,7 @@ def put_kernel(coords_ptr, into_ptr, count_ptr, words, most, n, BLOCK: tl.conste
 
 
 def note_fault_on_gpu(fault: torch.Tensor, is_bad: torch.Tensor, bit: int) -> None:
-    """`geometry.scene.note_fault`; other streams may set other bits meanwhile."""
+    """`geometry.fixed_grid_io.note_fault`; other streams may set other bits meanwhile."""
     flag = is_bad.int().view(1)
     _NOTE(fault.device, (1,), (pointer(flag), pointer(fault)), (bit,))
 

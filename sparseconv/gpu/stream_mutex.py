@@ -1,4 +1,4 @@
-"""Turns of calls that use the same memory, as replays of a graph do."""
+"""A mutex for calls that use the same memory, as replays of a CUDA graph do."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from contextlib import contextmanager
 import torch
 
 
-class Turns:
+class StreamMutex:
     """One thread at a time has its turn, and its stream goes on after that of the turn before."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
 
-    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+    def __reduce__(self) -> tuple[type[StreamMutex], tuple[()]]:
         """A copy is of other memory: its turns are its own."""
-        return Turns, ()
+        return StreamMutex, ()
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """A turn on the current stream of a device; a thread may take one within its own.
 
-        >>> turns, here = Turns(), torch.device("cpu")
-        >>> with turns.on(here), turns.on(here):
+        >>> mutex, here = StreamMutex(), torch.device("cpu")
+        >>> with mutex.on(here), mutex.on(here):
         ...     "alone"
         'alone'
         """

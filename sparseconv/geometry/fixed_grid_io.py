@@ -31,7 +31,7 @@ def note_fault(fault: torch.Tensor, is_bad: torch.Tensor, bit: int) -> None:
     [18]
     """
     if fault.is_cuda:
-        from sparseconv.geometry.gpu.scene import note_fault_on_gpu  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.fixed_grid_io import note_fault_on_gpu  # Triton is loaded where it is used
 
         note_fault_on_gpu(fault, is_bad, bit)
         return
@@ -56,7 +56,7 @@ def put_scene(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, fil
     voxels = len(coords)
     plain = coords.dtype == torch.int32 and coords.is_contiguous() and coords.data_ptr() % 16 == 0
     if into.is_cuda and plain and coords.device == into.device and into.data_ptr() % 16 == 0 and into.numel() < 2**31:
-        from sparseconv.geometry.gpu.scene import put_scene_on_gpu  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.fixed_grid_io import put_scene_on_gpu  # Triton is loaded where it is used
 
         put_scene_on_gpu(coords, into, count, filled)
         return
