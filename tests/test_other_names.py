@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import operator
 import re
+import subprocess
+import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -166,3 +169,56 @@ def test_devices_that_differ_say_what_to_move():
         plan.execute(x, w.to("meta"))
     with pytest.raises(ValueError, match=r"features are on meta, the grid is on cpu: move it, grid.to\('meta'\)"):
         sc.SparseTensor(GRID, x.to("meta"))
+
+
+FACES = {
+    "spconv": "spconv",
+    "MinkowskiEngine": "minkowski",
+    "torchsparse": "torchsparse",
+    "flex_gemm": "flex_gemm",
+    "fvdb": "fvdb",
+}
+
+
+@pytest.mark.parametrize("library", FACES)
+def test_submodules_of_a_drop_in_are_found_under_both_names(library):
+    """By every form of import, which asks for an attribute of the module above where it names the result."""
+    code = f"""
+import sys
+from importlib import import_module
+from sparseconv.interop import {FACES[library]} as ours
+ours.install(force=True)
+names = [name for name in sys.modules if name.startswith("{library}.")]
+assert len(names) > 5
+for name in [*names, *(name.replace("{library}", ours.__name__, 1) for name in names)]:
+    exec(f"import {{name}} as found", there := {{}})
+    above, _, last = name.rpartition(".")
+    exec(f"from {{above}} import {{last}}", there)
+    assert there["found"] is there[last], name
+ours.uninstall()
+assert not [name for name in sys.modules if name.split(".")[0] == "{library}"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("face", "name", "advice"),
+    [
+        ("minkowski", "CoordsManager", "CoordinateManager"),
+        ("minkowski", "CoordsKey", "CoordinateMapKey"),
+        ("minkowski", "KernelRegion", "KernelGenerator"),
+        ("minkowski", "clear_global_coords_man", "clear_global_coordinate_manager"),
+        ("torchsparse", "sparse_quantize", "torchsparse.utils.quantize"),
+        ("torchsparse", "sparse_collate_fn", "torchsparse.utils.collate"),
+        ("fvdb", "SparseConvPackInfo", "ConvolutionPlan.from_grid_batch"),
+        ("fvdb", "gridbatch_from_ijk", "GridBatch.from_ijk"),
+    ],
+)
+def test_names_of_older_versions_say_what_to_write(face, name, advice):
+    module = import_module(f"sparseconv.interop.{face}")
+    with pytest.raises(AttributeError, match=re.escape(advice)):
+        getattr(module, name)
+    if "." not in advice:
+        assert hasattr(module, advice)
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        module.nonsense

@@ -96,3 +96,17 @@ def test_pooling_with_spconvs_numbers(monkeypatch):
     torch.testing.assert_close(of_same[kept], of_mean[kept] * counts[window][kept, None] ** 2)
     assert bool((of_clamped == of_largest)[of_clamped != 0].all())
     assert int((of_clamped != 0).sum()) < int((of_largest != 0).sum())
+
+
+def test_weights_of_one_tap_as_they_are_shaped(monkeypatch):
+    """spconv reads the memory of (C_out, 1, 1, 1, C_in) as (C_in, C_out)."""
+    features, *rest = scene()
+    x = spconv.SparseConvTensor(features, *rest)
+    layer = spconv.SubMConv3d(features.shape[1], 3, 1, bias=False)
+    weight = layer.weight.detach().view(3, -1)
+    assert torch.allclose(layer(x).features, features @ weight.reshape(-1, 3))
+    monkeypatch.setattr(constants, "ONE_TAP_AS_SPCONV", False)
+    assert torch.allclose(layer(x).features, features @ weight.t())
+    wide = spconv.SubMConv3d(features.shape[1], 3, 3, bias=False)
+    wide.weight.data.zero_()[:, 1, 1, 1] = weight
+    assert torch.allclose(layer(x).features, wide(x).features, atol=1e-6)

@@ -9,7 +9,6 @@ For code that cannot be edited, `install` makes ``import flex_gemm`` resolve to 
 from __future__ import annotations
 
 import sys
-from functools import cache
 
 from sparseconv.interop.flex_gemm import ops, utils
 from sparseconv.interop.flex_gemm.ops import grid_sample, serialize, spconv
@@ -21,9 +20,10 @@ AUTOSAVE_AUTOTUNE_CACHE = False
 AUTOTUNE_CACHE_PATH = ""
 
 
-@cache
-def _names() -> Names:
-    modules = {
+_NAMES = Names(
+    "flex_gemm",
+    sys.modules[__name__],
+    {
         "ops": ops,
         "ops.grid_sample": grid_sample,
         "ops.grid_sample.grid_sample": grid_sample,
@@ -34,9 +34,8 @@ def _names() -> Names:
         "ops.spconv.submanifold_conv3d": spconv,
         "utils": utils,
         "utils.autotuner": utils,
-    }
-    own = {f"flex_gemm.{name}": module for name, module in modules.items()}
-    return Names({"flex_gemm": sys.modules[__name__], **own})
+    },
+)
 
 
 def install(*, force: bool = False) -> None:
@@ -54,12 +53,12 @@ def install(*, force: bool = False) -> None:
     'sparseconv.interop.flex_gemm.ops.spconv'
     >>> uninstall()
     """
-    _names().install(force)
+    _NAMES.install(force)
 
 
 def uninstall() -> None:
     """Undo `install`: take its names away, and give a library that they replaced its own back."""
-    _names().uninstall()
+    _NAMES.uninstall()
 
 
 __all__ = [

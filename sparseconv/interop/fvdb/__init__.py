@@ -9,7 +9,6 @@ For code that cannot be edited, `install` makes ``import fvdb`` resolve to this 
 from __future__ import annotations
 
 import sys
-from functools import cache
 
 from sparseconv.interop.fvdb import convolution_plan, enums, grid_batch, jagged_tensor, nn
 from sparseconv.interop.fvdb.convolution_plan import (
@@ -25,20 +24,32 @@ from sparseconv.interop.fvdb.enums import (
 )
 from sparseconv.interop.fvdb.grid_batch import GridBatch
 from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
-from sparseconv.interop.installing import Names
+from sparseconv.interop.installing import Names, moved
 
-
-@cache
-def _names() -> Names:
-    modules = {
+_NAMES = Names(
+    "fvdb",
+    sys.modules[__name__],
+    {
         "convolution_plan": convolution_plan,
         "enums": enums,
         "grid_batch": grid_batch,
         "jagged_tensor": jagged_tensor,
         "nn": nn,
         "nn.modules": nn,
-    }
-    return Names({"fvdb": sys.modules[__name__], **{f"fvdb.{name}": module for name, module in modules.items()}})
+    },
+)
+
+_PLAN = "ConvolutionPlan.from_grid_batch(kernel_size, stride, grid) is its plan, plan.execute(data, weights) its run"
+__getattr__ = moved(
+    "fvdb",
+    {
+        "SparseConvPackInfo": _PLAN,
+        "sparse_conv_kernel_map": _PLAN,
+        "gridbatch_from_ijk": "GridBatch.from_ijk(ijk, voxel_sizes, origins)",
+        "sparse_grid_from_ijk": "GridBatch.from_ijk(ijk, voxel_sizes, origins)",
+        "JaggedTensorBackend": "JaggedTensor",
+    },
+)
 
 
 def install(*, force: bool = False) -> None:
@@ -56,12 +67,12 @@ def install(*, force: bool = False) -> None:
     'sparseconv.interop.fvdb.convolution_plan'
     >>> uninstall()
     """
-    _names().install(force)
+    _NAMES.install(force)
 
 
 def uninstall() -> None:
     """Undo `install`: take its names away, and give a library that they replaced its own back."""
-    _names().uninstall()
+    _NAMES.uninstall()
 
 
 __all__ = [

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from sparseconv.info import facts
-from sparseconv.interop.installing import Names
+from sparseconv.interop.installing import Names, moved
 from sparseconv.interop.minkowski import backend, modules, utils
 from sparseconv.interop.minkowski.backend import (
     cuda_version,
@@ -205,7 +204,6 @@ class _Module(ModuleType):
 _SUBMODULES: dict[str, ModuleType] = {name: _Module(f"{__name__}.{name}") for name in _OWN}
 _SUBMODULES["MinkowskiFunctional"] = MinkowskiFunctional
 MinkowskiOps = _SUBMODULES["MinkowskiOps"]
-sys.modules.update({f"{__name__}.{name}": module for name, module in _SUBMODULES.items()})
 
 
 def set_gpu_allocator(backend: GPUMemoryAllocatorType) -> None:
@@ -221,10 +219,11 @@ def print_diagnostics() -> None:
     sys.stdout.write(json.dumps(found, indent=1, default=str) + "\n")
 
 
-@cache
-def _names() -> Names:
-    own = {f"MinkowskiEngine.{name}": module for name, module in _SUBMODULES.items()}
-    deep = {
+_NAMES = Names(
+    "MinkowskiEngine",
+    sys.modules[__name__],
+    {
+        **_SUBMODULES,
         "modules": modules,
         "modules.resnet_block": resnet_block,
         "modules.senet_block": senet_block,
@@ -234,10 +233,21 @@ def _names() -> Names:
         "utils.init": init,
         "utils.quantization": quantization,
         "utils.summary": sys.modules[utils.summary.__module__],
-    }
-    deep = {f"MinkowskiEngine.{name}": module for name, module in deep.items()}
-    apart = {"MinkowskiEngineBackend": backend, "MinkowskiEngineBackend._C": backend}
-    return Names({"MinkowskiEngine": sys.modules[__name__], **own, **deep, **apart, **_SUBMODULES})
+    },
+    {"MinkowskiEngineBackend": backend, "MinkowskiEngineBackend._C": backend, **_SUBMODULES},
+)
+
+__getattr__ = moved(
+    "MinkowskiEngine",
+    {
+        "CoordsKey": "it is CoordinateMapKey since version 0.5",
+        "CoordsManager": "it is CoordinateManager since version 0.5",
+        "KernelRegion": "it is KernelGenerator since version 0.5",
+        "MemoryManagerBackend": "it is GPUMemoryAllocatorType since version 0.5",
+        "clear_global_coords_man": "it is clear_global_coordinate_manager since version 0.5",
+        "initialize_nthreads": "torch.set_num_threads sets the number of threads",
+    },
+)
 
 
 def install(*, force: bool = False) -> None:
@@ -255,12 +265,12 @@ def install(*, force: bool = False) -> None:
     'sparseconv.interop.minkowski.nn.convolution'
     >>> uninstall()
     """
-    _names().install(force)
+    _NAMES.install(force)
 
 
 def uninstall() -> None:
     """Undo `install`: take its names away, and give a library that it replaced its own back."""
-    _names().uninstall()
+    _NAMES.uninstall()
 
 
 __all__ = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import cache
+from typing import Any
 
 from sparseconv.interop.installing import Names
 from sparseconv.interop.spconv import constants
@@ -26,17 +27,26 @@ _MODULES = (
     "pytorch",
     *(
         f"pytorch.{name}"
-        for name in ("constants", "conv", "core", "functional", "identity", "modules", "ops", "pool", "tables", "utils")
+        for name in (
+            *("constants", "conv", "core", "functional", "hash", "identity"),
+            *("modules", "ops", "pool", "spatial", "tables", "utils"),
+        )
     ),
 )
 
 
 @cache
 def _names() -> Names:
-    own = {f"spconv.{name}": importlib.import_module(f"{__name__}.{name}") for name in _MODULES}
-    for name in ("hash", "spatial"):  # which spconv has among those of torch
-        own[f"spconv.pytorch.{name}"] = importlib.import_module(f"{__name__}.{name}")
-    return Names({"spconv": sys.modules[__name__], **own})
+    found = {name: importlib.import_module(f"{__name__}.{name}") for name in _MODULES}
+    return Names("spconv", sys.modules[__name__], found)
+
+
+def __getattr__(name: str) -> Any:
+    """What to write for names that spconv 1.x had here."""
+    advice = ""
+    if name.startswith(("Sparse", "SubM")) or name in ("ops", "functional", "modules", "ToDense", "RemoveGrid"):
+        advice = f": spconv 2 has it in spconv.pytorch, so write `import spconv.pytorch as spconv` for spconv.{name}"
+    raise AttributeError(f"module 'spconv' has no attribute {name!r}{advice}")
 
 
 def install(*, force: bool = False) -> None:

@@ -15,6 +15,9 @@ SPCONV_ALLOW_TF32, SPCONV_DO_SORT, SPCONV_USE_DIRECT_TABLE = False, True, True
 #: pooling with spconv's numbers, for networks that were trained with them: maxima start from 0, and the gradient of a
 #: mean is multiplied by the number of its voxels instead of divided. Set it, or the environment's variable to 1
 POOL_AS_SPCONV = os.getenv("SPARSECONV_POOL_AS_SPCONV", "0") == "1"
+#: read the memory of the weight (C_out, 1, 1, 1, C_in) of a layer of one tap at stride 1 as (C_in, C_out), which
+#: spconv's checkpoints are made for; False reads it as it is shaped. The environment's variable 0 says so, too
+ONE_TAP_AS_SPCONV = os.getenv("SPARSECONV_ONE_TAP_AS_SPCONV", "1") != "0"
 
 if SAVED_WEIGHT_LAYOUT not in ("", "KRSC", "RSKC", "RSCK"):
     raise ValueError(f"SPCONV_SAVED_WEIGHT_LAYOUT must be KRSC, RSKC or RSCK; got {SAVED_WEIGHT_LAYOUT!r}")

@@ -13,7 +13,7 @@ import torch
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, check_algorithm, whole
 from sparseconv.interop.layouts import saved_to_krsc
-from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
+from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, activated, activation_name, default_algo
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import (
@@ -86,7 +86,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         device, dtype: of the parameters, by name.
 
     A layer of one tap at stride 1 is a product of matrices, and as in spconv it reads its weight's memory as
-    (C_in, C_out).
+    (C_in, C_out). `constants.ONE_TAP_AS_SPCONV` set to False reads it as (C_out, C_in), its shape.
     """
 
     is_convolution = True
@@ -143,8 +143,8 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         if RECORD in self._buffers:
             state_dict.setdefault(prefix + RECORD, torch.zeros(1, dtype=torch.int32))
         key = prefix + "weight"
-        if SAVED_WEIGHT_LAYOUT and key in state_dict:
-            state_dict[key] = saved_to_krsc(state_dict[key], SAVED_WEIGHT_LAYOUT)
+        if constants.SAVED_WEIGHT_LAYOUT and key in state_dict:
+            state_dict[key] = saved_to_krsc(state_dict[key], constants.SAVED_WEIGHT_LAYOUT)
 
     def is_inverseable(self) -> bool:
         """Whether an inverse convolution can find this layer's map."""
@@ -192,6 +192,8 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         if input.features.shape[0] != rows:
             raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")
         weight = self.weight.view(self.in_channels, self.out_channels)
+        if not constants.ONE_TAP_AS_SPCONV:
+            weight = self.weight.view(self.out_channels, self.in_channels).t()
         if self._halves(input.features):
             weight = weight.to(input.features.dtype)
         elif input.features.dtype != self.weight.dtype and not any_autocast():

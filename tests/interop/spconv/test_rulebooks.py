@@ -214,10 +214,26 @@ from spconv.pytorch.functional import SparseConvFunction, implicit_gemm, indice_
 from spconv.pytorch.hash import HashTable
 from spconv.pytorch.spatial import RemoveDuplicate
 import spconv.pytorch as spconv
+import spconv.pytorch.hash as hashes
+import spconv.pytorch.spatial as spatial
 assert spconv.functional.indice_conv is indice_conv
+assert hashes.HashTable is HashTable and spatial.RemoveDuplicate is spconv.spatial.RemoveDuplicate
 ours.uninstall()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+    first = "import sparseconv.interop.spconv.pytorch.hash as h, sparseconv.interop.spconv.hash as g; assert h is g"
+    subprocess.run([sys.executable, "-c", first], check=True)
+
+
+def test_names_of_spconv_1_say_where_they_are_now():
+    from sparseconv.interop import spconv as top
+
+    for name in ("SubMConv3d", "SparseConvTensor", "ops", "functional", "ToDense"):
+        with pytest.raises(AttributeError, match=f"import spconv.pytorch as spconv` for spconv.{name}"):
+            getattr(top, name)
+        assert hasattr(spconv, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'SparksConv'$"):
+        top.SparksConv
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,7 +1,10 @@
 """What ``import spconv.pytorch as spconv`` serves."""
 
+from importlib import import_module
+
 import torch
 
+from sparseconv.interop.installing import resolve
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch import functional, ops
 from sparseconv.interop.spconv.pytorch.conv import (
@@ -65,6 +68,9 @@ class RemoveGrid(SparseModule):
         x.grid = None
         return x
 
+
+for _name in ("hash", "spatial"):  # whose files lie beside this package
+    resolve(f"{__name__}.{_name}", import_module(f"sparseconv.interop.spconv.{_name}"))
 
 __all__ = [
     "AddTable",
