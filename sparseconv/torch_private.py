@@ -8,6 +8,7 @@ Where Python's own attribute is meant (``tensor._version``, ``module._parameters
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
@@ -79,10 +80,22 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() if flag is None else bool(flag)
 
 
+def records_proxies() -> bool:
+    """Whether make_fx records the operations of this call; not where torch.compile lets it, over maps that it guards.
+
+    Nobody does as long as its module, which takes long to import, is not there.
+    """
+    found: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return found is not None and found.get_proxy_mode() is not None and _compiling_context() is None
+
+
 def dual_level() -> int:
     """The level of dual tensors, below 0 for none; where torch hides it, one that may be there."""
     return getattr(forward_ad, "_current_level", 0)
 
+
+#: what torch.compile keeps about the graph that it traces, None outside of it
+_compiling_context: Callable[[], Any] = private("_guards.TracingContext.try_get", lambda: None)
 
 # ---- autograd's graph
 

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from sparseconv.torch_private import (
     JVP,
+    dispatch_modes,
     dual_level,
     functional,
     interpreters,
@@ -22,6 +23,7 @@ from sparseconv.torch_private import (
     is_batched,
     is_wrapped,
     no_transforms,
+    records_proxies,
     unwrapped,
 )
 
@@ -89,6 +91,27 @@ def check_no_batch(*tensors: torch.Tensor) -> None:
         )
 
 
+def check_not_recorded() -> None:
+    """Raise RuntimeError where torch.jit.trace or make_fx records what happens to tensors.
+
+    Voxels and kernel maps are found by code that they do not see: the record would hold those of the example, and use
+    them for every other scene.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():
+        tracer = "torch.jit.trace (which torch.onnx.export calls, too, unless dynamo=True)"
+    elif dispatch_modes() and records_proxies():
+        tracer = "make_fx"
+    else:
+        return
+    raise RuntimeError(
+        f"{tracer} records operations on tensors, and would keep the voxels and kernel maps of this example for every "
+        "other scene: use torch.export, by sparseconv.export.export(net, (coords, features)) or by torch.export.export "
+        "of a module that makes its VoxelGrid itself"
+    )
+
+
 def constant(function: Callable[P, R]) -> Callable[P, R]:
     """A function whose result no transform of torch.func follows: it runs outside of them, on what its tensors hold.
 
@@ -101,6 +124,7 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     def found(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        check_not_recorded()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return _outside(function, *args, **kwargs)

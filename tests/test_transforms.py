@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparseconv as sc
 from sparseconv import nn, ops, transforms
@@ -167,3 +168,49 @@ def test_scenes_of_a_batch_that_vmap_splits_are_refused():
     grid = sc.VoxelGrid(coords[0])
     with pytest.raises(ValueError, match="batch column"):
         vmap(lambda p: ops.interpolate(torch.ones(2, 1), grid, p))(torch.rand(2, 5, 2))
+
+
+# ---- tracers that record tensors
+
+
+def _recorded() -> dict[str, Any]:
+    coords = torch.tensor([[0, 1, 1], [0, 1, 2], [0, 3, 3], [1, 0, 2]])
+    grid = sc.VoxelGrid(coords)
+    plan, conv, pool = sc.ConvolutionPlan(grid, 3), nn.SubmanifoldConv(3, 4, 3, rank=2), nn.MaxPool(2, rank=2)
+    weight, groups = torch.randn(9, 3, 4), ops.PointGroups(torch.tensor([0, 1, 1, 0]), 2)
+    return {
+        "a grid of traced coords": lambda x, c: conv(sc.SparseTensor(sc.VoxelGrid(c), x)).features,
+        "a layer": lambda x, c: conv(sc.SparseTensor(grid, x)).features,
+        "a plan": lambda x, c: plan.execute(x, weight),
+        "a pool": lambda x, c: pool(sc.SparseTensor(grid, x)).features,
+        "a global pool": lambda x, c: nn.GlobalAvgPool()(sc.SparseTensor(grid, x)),
+        "groups of points": lambda x, c: groups.reduce(x),
+        "a dense array": lambda x, c: sc.SparseTensor(grid, x).to_dense((4, 4)),
+        "voxels of points": lambda x, c: sc.voxelize(x[:, :2], 0.5)[0].coords,
+    }
+
+
+@pytest.mark.parametrize("name", _recorded())
+@pytest.mark.parametrize("tracer", ["jit", "real", "fake"])
+def test_what_records_tensors_alone_is_refused(name, tracer):
+    """It would keep the kernel map of the example's voxels, and run it on any other scene without a word."""
+    function, given = _recorded()[name], (torch.randn(4, 3), torch.tensor([[0, 1, 1], [0, 1, 2], [0, 3, 3], [1, 0, 2]]))
+    function(*given)
+    by_proxies = None if tracer == "jit" else make_fx(function, tracing_mode=tracer, _allow_non_fake_inputs=True)
+    with pytest.raises(RuntimeError, match=r"use torch\.export"):
+        by_proxies(*given) if by_proxies else torch.jit.trace(function, given, check_trace=False)
+    function(*given)  # nothing of the attempt is left
+
+
+def test_an_export_to_onnx_by_torch_jit_trace_is_refused(tmp_path):
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.SubmanifoldConv(3, 4, 3, rank=2)
+
+        def forward(self, x: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
+            return self.conv(sc.SparseTensor(sc.VoxelGrid(coords), x)).features
+
+    given = torch.randn(2, 3), torch.tensor([[0, 1, 1], [0, 1, 2]])
+    with pytest.raises(RuntimeError, match=r"use torch\.export"):
+        torch.onnx.export(Net(), given, str(tmp_path / "net.onnx"), dynamo=False)

@@ -9,6 +9,7 @@ import torch
 from sparseconv.geometry.cuda_capability import has_kernels
 from sparseconv.kinds import check_tensor, described
 from sparseconv.torch_private import dispatch_modes, functional
+from sparseconv.transforms import check_not_recorded
 
 if TYPE_CHECKING:
     from sparseconv.geometry.grid import VoxelGrid
@@ -19,6 +20,7 @@ def check_rows(
     name: str, x: torch.Tensor, rows: int, each: str, device: torch.device, holder: str, ranks: tuple[int, ...] = (2,)
 ) -> None:
     """x is (rows, C), or (rows, H, C) where ``ranks`` allow it; else an error that names x and its holder."""
+    check_not_recorded()
     check_tensor(name, x)
     if x.ndim not in ranks or x.shape[0] != rows:
         shapes = " or ".join(f"({', '.join([str(rows), 'H', 'C'][:: 2 if rank == 2 else 1])})" for rank in ranks)

@@ -320,6 +320,7 @@ class ConvolutionPlan(Movable):
         Float[torch.Tensor, "N_out C_out"] | None,
     ]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
+        transforms.check_not_recorded()
         given = unpacked(weight, self.kernel_size, self.window.offsets, self.groups, x)
         check_places(self.kernel_map.device, x, given, bias, residual)
         taps = by_tap(given, self.kernel_size, self.num_taps)

@@ -16,6 +16,7 @@ from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, Derivative, Schema
 from sparseconv.pointwise.strided import StridedBuffer
 from sparseconv.torch_private import is_batch_of_cotangents
+from sparseconv.transforms import check_not_recorded
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -100,6 +101,7 @@ class Evaluation:
             if self.reference is not None:
                 return _unshared(self.twin(args), args)
             return self._kernel(args, {}, device)
+        check_not_recorded()
         args = self._placed(args, device)
         if any(isinstance(args[i], StridedBuffer) for i in self.schema.tensors) or self._scalar_function.interpreted:
             return self._kernel(args, {}, device)

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparseconv.interop.minkowski as ME
 import sparseconv.interop.spconv.pytorch as spconv
@@ -116,3 +117,12 @@ def test_dtypes_and_strides(name, dtype):
 def test_no_voxel(name):
     net, _, read = made(name)
     assert read(net(NAMES[name][1](FEATURES[:0], INDICES[:0]))).shape == (0, 4)
+
+
+@pytest.mark.parametrize("trace", [lambda f, *given: torch.jit.trace(f, given), lambda f, *given: make_fx(f)(*given)])
+def test_tracers_that_record_tensors_are_refused(name, trace):
+    """They would keep the example's maps."""
+    make, tensor, read = NAMES[name]
+    net = make().eval()
+    with pytest.raises(RuntimeError, match=r"use torch\.export"):
+        trace(lambda f, i: read(net(tensor(f, i))), FEATURES, INDICES)

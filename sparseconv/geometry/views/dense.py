@@ -50,6 +50,7 @@ def checked_box(grid: Any, features: torch.Tensor, extent: IndexRange | Sequence
 
 def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor:
     """Features (N, C) of voxels that lie within a box -> (B, C, *shape), zero elsewhere; differentiable."""
+    transforms.check_not_recorded()
     if features.is_cuda and not torch.compiler.is_compiling() and not transforms.present():
         dense = dense_on_gpu(features, coords, items, box)
         if dense is not None:

@@ -16,6 +16,7 @@ from sparseconv.interop.minkowski.kinds import SparseTensorQuantizationMode as M
 from sparseconv.interop.minkowski.tensor import Tensor, check_rows, checked_features, manager_for
 from sparseconv.kinds import as_device, check_kind, check_values
 from sparseconv.ops.points import PointGroups, Reduce
+from sparseconv.transforms import check_not_recorded
 
 _REDUCTIONS: dict[Mode, Reduce] = {Mode.UNWEIGHTED_AVERAGE: "mean", Mode.UNWEIGHTED_SUM: "sum", Mode.MAX_POOL: "max"}
 
@@ -354,6 +355,7 @@ def _placed(
 
 def _check_source(coordinates: Any, key: Any, manager: Any) -> None:
     """Raise where a tensor is given neither coordinates nor a key and its manager, or both."""
+    check_not_recorded()
     if (coordinates is None) == (key is None):
         raise ValueError("give either coordinates, or a coordinate map key and its coordinate_manager")
     for name, value, kind in (

@@ -20,6 +20,7 @@ from sparseconv.interop.torchsparse.conventions import (
     set_allow_negative_coordinates,
 )
 from sparseconv.kinds import check_kind, check_tensor, check_values
+from sparseconv.transforms import check_not_recorded
 
 Ints = tuple[int, ...]
 _COORDS = "(N, 4), three axes and the batch"
@@ -156,6 +157,7 @@ class SparseTensor:
     """
 
     def __init__(self, feats: Any, coords: Any, stride: Any = 1, spatial_range: Any = None, **old: Any) -> None:
+        check_not_recorded()
         if old.keys() - {"cmaps", "kmaps"}:
             raise TypeError(f"SparseTensor takes no argument {sorted(old.keys() - {'cmaps', 'kmaps'})}")
         for name, rows in (("feats", feats), ("coords", coords)):

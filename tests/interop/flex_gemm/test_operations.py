@@ -447,3 +447,11 @@ ours.uninstall()
 assert not [name for name in sys.modules if name.startswith("flex_gemm")]
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_trace_of_tensors_is_refused():
+    coords, weight = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]]), torch.ones(3, 3, 3, 3, 4)
+    with pytest.raises(RuntimeError, match=r"use torch\.export"):
+        torch.jit.trace(
+            lambda x, c: sparse_submanifold_conv3d(x, c, (1, 4, 2, 2, 2), weight)[0], (torch.ones(2, 4), coords)
+        )

@@ -293,3 +293,12 @@ ours.uninstall()
 assert not [name for name in sys.modules if name.split(".")[0] == "fvdb"]
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_trace_of_tensors_is_refused():
+    def run(x, ijk):
+        grid = GridBatch.from_ijk(JaggedTensor(ijk))
+        return ConvolutionPlan.from_grid_batch(3, 1, grid, grid).execute(x, torch.ones(2, 4, 3, 3, 3))
+
+    with pytest.raises(RuntimeError, match=r"use torch\.export"):
+        torch.jit.trace(run, (torch.ones(2, 4), torch.tensor([[0, 0, 0], [0, 0, 1]])))
