@@ -37,7 +37,25 @@ def points(**options):
     return PointToVoxel([0.5] * 3, [0.0] * 3 + [9.0] * 3, 3, **given)
 
 
+def other_places():
+    """As many rows at other indices."""
+    return tensor(indices=INDICES.flip(0))
+
+
 WRONG = {
+    "other indices, joined": (lambda: spconv.JoinTable()([tensor(), other_places()]), ValueError, "the same indices"),
+    "other indices, in a table": (
+        lambda: spconv.AddTable()([tensor(), other_places()]),
+        ValueError,
+        "the same indices",
+    ),
+    "other indices, added": (lambda: tensor() + other_places(), ValueError, "different indices"),
+    "a norm of torch": (lambda: torch.nn.BatchNorm1d(5)(tensor()), AttributeError, "x.replace_feature"),
+    "a batch item of torch.sparse": (
+        lambda: tensor(FEATURES[:, 0], INDICES.t()),
+        ValueError,
+        r"features must be \(N, C\)",
+    ),
     "rows in one line": (
         lambda: spconv.SubMConv3d(5, 6, 3)(tensor().replace_feature(FEATURES.flatten())),
         ValueError,
@@ -162,3 +180,12 @@ def test_a_shape_that_a_client_makes_smaller_is_met():
         spconv.SparseConvTensor.from_sparse_tensor(tensor().to_sparse_tensor(), [8, 8, 4])
     with pytest.raises(ValueError, match="within spatial_shape"):
         ops.get_indice_pairs(INDICES, BATCH, [8, 8, 4], None, [3] * 3, [1] * 3, [1] * 3, [1] * 3, [0] * 3)
+
+
+def test_tensors_at_equal_indices_are_added_whoever_made_them():
+    x, y = tensor(), tensor(indices=INDICES.clone())
+    assert torch.equal((x + y).features, 2 * FEATURES)
+    assert spconv.JoinTable()([x, y]).features.shape == (len(FEATURES), 10)
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        x.nonsense
+    assert not hasattr(x, "__len__")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sparseconv.interop.torchsparse.tensor import SparseTensor, check_coords, checked
+from sparseconv.interop.torchsparse.tensor import SparseTensor, check_coords, checked, is_at
 
 
 def cat(inputs: Sequence[SparseTensor]) -> SparseTensor:
@@ -14,8 +14,10 @@ def cat(inputs: Sequence[SparseTensor]) -> SparseTensor:
     if not inputs:
         raise ValueError("cat takes one tensor or more; got none")
     counts = {checked(x).feats.shape[0] for x in inputs}
-    if len(counts) != 1:
-        raise ValueError(f"cat takes tensors with one set of coordinates; got {[tuple(x.feats.shape) for x in inputs]}")
+    if len(counts) != 1 or not all(is_at(inputs[0], x) for x in inputs):
+        raise ValueError(
+            f"cat takes tensors at the same coordinates, in one order; got {[tuple(x.feats.shape) for x in inputs]}"
+        )
     return inputs[0].like(torch.cat([x.feats for x in inputs], 1))
 
 

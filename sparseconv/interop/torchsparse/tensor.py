@@ -264,12 +264,18 @@ class SparseTensor:
 
     def __add__(self, other: SparseTensor) -> SparseTensor:
         checked(other)
-        if self.feats.shape != other.feats.shape:
+        if self.feats.shape != other.feats.shape or not is_at(self, other):
             raise ValueError(
                 f"cannot add features {tuple(self.feats.shape)} and {tuple(other.feats.shape)}: generative_add adds "
                 "tensors at different coordinates"
             )
         return self.like(self.feats + other.feats)
+
+
+def is_at(a: SparseTensor, b: SparseTensor) -> bool:
+    """Whether two tensors with as many rows have the same coordinates, where that is known without waiting for a GPU;
+    True elsewhere."""
+    return a.coords is b.coords or torch.compiler.is_compiling() or a.coords.is_cuda or torch.equal(a.coords, b.coords)
 
 
 def checked(input: Any) -> SparseTensor:

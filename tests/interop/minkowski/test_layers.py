@@ -357,3 +357,29 @@ def test_what_follows_from_a_pruned_tensor_is_its_own():
     prune(coarse, torch.arange(len(coarse)) == 0)
     fine = prune(x, torch.arange(len(x)) % 3 > 0)
     assert as_set(down(fine).C) == strided(fine.C, [2, 2, 2])
+
+
+def test_what_is_quantized_anew_is_a_mean_over_the_voxels_it_holds():
+    """A tensor made of a key, pooled; and interpolation between pooled voxels, in units of their stride."""
+    features, coords = cloud()
+    x = ME.SparseTensor(features, coords)
+    positions = ME.SparseTensor(
+        coords[:, 1:].double(), coordinate_map_key=x.coordinate_map_key, coordinate_manager=x.coordinate_manager
+    )
+    y = ME.MinkowskiAvgPooling(2, 2, dimension=3)(positions)
+    coarse = torch.cat([coords[:, :1], torch.div(coords[:, 1:], 2, rounding_mode="floor") * 2], 1)
+    wanted = [positions.F[(coarse == voxel).all(1)].mean(0) for voxel in y.C]
+    assert torch.allclose(y.F, torch.stack(wanted))
+    line = ME.SparseTensor(torch.arange(8.0)[:, None], torch.tensor([[0, i] for i in range(8)]))
+    pooled = ME.MinkowskiAvgPooling(2, 2, dimension=1)(line)
+    samples = torch.tensor([[0.0, i] for i in range(4)])
+    assert ME.MinkowskiInterpolation()(pooled, samples).flatten().tolist() == [0.5, 1.5, 2.5, 3.5]
+
+
+def test_a_slice_gives_each_point_the_pooled_voxel_that_holds_it():
+    coords = torch.zeros(10, 4)
+    coords[:, 3] = torch.arange(10)
+    field = ME.TensorField(torch.arange(20.0).view(10, 2), coords)
+    pooled = ME.MinkowskiAvgPooling(3, 2, dimension=3)(field.sparse())
+    means = {int(at[3]): field.F[max(0, int(at[3]) - 1) : int(at[3]) + 2].mean(0) for at in pooled.C}
+    assert torch.allclose(pooled.slice(field).F, torch.stack([means[i // 2 * 2] for i in range(10)]))

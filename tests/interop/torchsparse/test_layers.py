@@ -443,6 +443,13 @@ def test_norms_and_activations():
     assert torch.equal(cut.C, x.C[((x.C[:, 1:] >= 1) & (x.C[:, 1:] < 5)).all(1)])
 
 
+def test_tensors_at_equal_coordinates_are_joined_whoever_made_them():
+    x = tensor()
+    y = SparseTensor(x.F, x.C.clone())
+    assert torch.equal((x + y).F, 2 * x.F)
+    assert torchsparse.cat([x, y]).F.shape == (len(x.F), 6)
+
+
 def test_tensors():
     x = tensor()
     assert torch.equal((x + x).F, x.F * 2)
@@ -661,6 +668,9 @@ def _of_wrong_rank():
     feats, coords = cloud()
     last = coords[:, [1, 2, 3, 0]]
     table = torchsparse.backend.GPUHashTable()
+    turned = SparseTensor(feats, coords.flip(0))
+    yield lambda: torchsparse.cat([SparseTensor(feats, coords), turned]), "the same coordinates"
+    yield lambda: SparseTensor(feats, coords) + turned, "different coordinates"
     yield lambda: spnn.ReLU()(SparseTensor(feats[:-1], coords)), "one row for each of coords"
     yield lambda: F.spcrop(SparseTensor(feats[1:], coords), 0), "one row for each of coords"
     yield lambda: F.global_avg_pool(SparseTensor(feats, coords[0, 0])), "one row for each of coords"
@@ -676,8 +686,62 @@ def _of_wrong_rank():
     yield lambda: table.insert_coords(last) or table.lookup_coords(last[None], 3, 1, 27), "coords must be"
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(14))
 def test_ranks_and_rows_are_looked_at(number):
     call, words = list(_of_wrong_rank())[number]
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_planes_at_every_height_have_the_outputs_of_their_pairs():
+    """Of windows that tile the axes; height 2 and 3 lie in one output, as 0 and 1."""
+    F.set_kmap_mode("hashmap")
+    layer = spnn.Conv3d(1, 2, 2, 2)
+    for height in range(4):
+        coords = torch.tensor([[0, i, height, k] for i in range(6) for k in range(6)]).int()
+        y = layer(SparseTensor(torch.ones(36, 1), coords, spatial_range=(1, 6, 6, 6)))
+        assert len(y.C) == 9
+        assert set(y.C[:, 2].tolist()) == {height // 2}
+
+
+def test_a_strided_layer_of_older_versions_along_a_diagonal():
+    """Batches last, windows of 3 at stride 2 with weights of one."""
+    torchsparse.set_version("2.0")
+    coords = torch.tensor([[i, i, i, 0] for i in range(16)]).int()
+    layer = spnn.Conv3d(1, 1, 3, 2)
+    torch.nn.init.ones_(layer.kernel)
+    y = layer(SparseTensor(torch.arange(1.0, 17)[:, None], coords))
+    wanted = {}
+    for i, move in itertools.product(range(16), itertools.product((-1, 0, 1), repeat=3)):
+        at = (*(i - m for m in move), 0)
+        if all(v % 2 == 0 and v >= 0 for v in at):
+            wanted[at] = wanted.get(at, 0) + i + 1
+    assert dict(zip(map(tuple, y.C.tolist()), y.F.flatten().tolist())) == wanted
+
+
+def test_points_are_voxelized_by_hashes_on_both_sides_of_0():
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(200, 3, generator=generator) * 8 - 4
+    points = torch.cat([points, torch.randint(0, 2, (200, 1), generator=generator)], 1)
+    cells, features = torch.floor(points).int(), torch.rand(200, 2, generator=generator)
+    hashes = F.sphash(cells)
+    distinct = torch.unique(hashes)
+    rows = F.sphashquery(hashes, distinct)
+    counts = F.spcount(rows.int(), len(distinct))
+    voxels = torch.round(F.spvoxelize(torch.floor(points), rows, counts)).int()
+    assert sorted(map(tuple, voxels.tolist())) == sorted(set(map(tuple, cells.tolist())))
+    wanted = torch.stack([features[rows == row].mean(0) for row in range(len(distinct))])
+    assert torch.allclose(F.spvoxelize(features, rows, counts), wanted)
+
+
+def test_a_network_down_and_up_joins_each_level():
+    x = tensor(n=200, extent=16)
+    y, levels = x, []
+    for _ in range(3):
+        levels.append(y)
+        y = spnn.Conv3d(3, 3, 2, 2).double()(y)
+    for level in reversed(levels):
+        y = spnn.Conv3d(3, 3, 2, 2, transposed=True).double()(y)
+        assert torch.equal(y.C, level.C)
+        y = spnn.Conv3d(6, 3, 3).double()(torchsparse.cat([y, level]))
+    assert y.C is x.C

@@ -18,6 +18,7 @@ from sparseconv.interop.spconv.pytorch.tracing import Traced
 from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import exporting
 
 #: one class here stands for both of spconv's
 ImplicitGemmIndiceData = IndiceData
@@ -118,6 +119,19 @@ class SparseConvTensor(metaclass=Traced):
             check_inside(place.voxels, self.spatial_shape)
         return place.voxels
 
+    def _is_at(self, other: SparseConvTensor) -> bool:
+        """Whether the indices of another tensor with as many rows are these, where that is known without waiting for a
+        GPU; True elsewhere."""
+        if self._indices is not None and self._indices is other._indices:
+            return True
+        places = self._voxels, other._voxels
+        if None not in places and places[0].voxels is places[1].voxels:  # type: ignore[union-attr]
+            return True
+        if torch.compiler.is_compiling() or exporting() or region.is_awaited() or self.features.is_cuda:
+            return True
+        mine, theirs = self._place().voxels, other._place().voxels
+        return mine.count is not None or theirs.count is not None or torch.equal(mine.coords, theirs.coords)
+
     def _rows(self) -> torch.Tensor:
         """The indices (N, 1+D) int32, not to be written to."""
         return self._place().voxels.coords if self._indices is None else self._indices
@@ -212,12 +226,12 @@ class SparseConvTensor(metaclass=Traced):
     def __add__(self, other: SparseConvTensor | torch.Tensor) -> SparseConvTensor:
         """Features added row by row; a tensor's indices must be this one's."""
         if isinstance(other, SparseConvTensor):
-            other = other.features
-            if other.shape != self.features.shape:
+            if other.features.shape != self.features.shape or not self._is_at(other):
                 raise ValueError(
-                    f"cannot add features {tuple(self.features.shape)} and {tuple(other.shape)}: tensors with "
+                    f"cannot add features {tuple(self.features.shape)} and {tuple(other.features.shape)}: tensors with "
                     "different indices are added by functional.sparse_add"
                 )
+            other = other.features
         elif isinstance(other, torch.Tensor):
             _check_features("other", other)
             fits = (n in (1, rows) for n, rows in zip(other.shape[::-1], self.features.shape[::-1]))
@@ -260,6 +274,15 @@ class SparseConvTensor(metaclass=Traced):
             raise ValueError("within a captured call, a dense volume must have the same spatial shape in every scene")
         dense = self.voxels.to_dense(self.features, self.spatial_shape)
         return (dense if channels_first else dense.movedim(1, -1)).contiguous()
+
+    def __getattr__(self, name: str) -> Any:
+        advice = ""
+        if not name.startswith("_") and hasattr(torch.Tensor, name):
+            advice = (
+                ": modules and functions of torch take x.features, and x.replace_feature(...) puts the result in "
+                "place; SparseSequential does so by itself"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{advice}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_indices": self.indices, "_voxels": None}

@@ -82,6 +82,7 @@ def _check_aligned(tensors: Sequence[SparseConvTensor], name: str) -> None:
             other.spatial_shape != first.spatial_shape
             or other.batch_size != first.batch_size
             or other.features.shape[0] != first.features.shape[0]
+            or not first._is_at(other)
         ):
             raise ValueError(
                 f"{name} takes tensors at the same indices; got {first.features.shape[0]} of them in "
