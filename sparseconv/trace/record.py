@@ -31,7 +31,7 @@ from sparseconv.trace.program import (
 from sparseconv.trace.row_wise import asks, is_product, plain_name, tells, why_not
 from sparseconv.trace.totals import BatchStatistics, normed_rows
 
-#: which modules are called as a whole, by name and module, and what is to be done with the network, in a word
+#: whether a module, given by its name too, is recorded as one step
 Layers = Callable[[str, torch.nn.Module], bool]
 
 
