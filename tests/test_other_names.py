@@ -128,6 +128,10 @@ def test_arguments_that_do_not_fit_name_the_class_that_was_called(layer):
         make(*sizes, 1, 1, 1, 1)
     with pytest.raises(ValueError, match=r"no backend 'cuda'; there are .* grid.to"):
         make(*sizes, backend="cuda")
+    with pytest.raises(ValueError, match=r"a periodic boundary needs its extent: Boundary.periodic"):
+        make(*sizes, boundary="periodic")
+    with pytest.raises(ValueError, match="'negative' is for dense arrays"):
+        make(*sizes, boundary="negative")
     named = type("Named", (make,), {})
     with pytest.raises(TypeError, match=r"^Named got an unexpected"):
         named(*sizes, nonsense=1)

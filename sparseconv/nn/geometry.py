@@ -9,10 +9,13 @@ import torch
 
 from sparseconv.backends.registry import check_backend
 from sparseconv.geometry.arguments import no_batch
+from sparseconv.geometry.edges import torus_of
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import KINDS, Boundary, Ints, per_axis
+from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor, shortened
 from sparseconv.ops.rows import check_plan
+from sparseconv.plan.arguments import checked_boundary
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan
 from sparseconv.tensor import SparseTensor
@@ -67,6 +70,8 @@ class LayerGeometry:
         self.stride = per_axis(stride, rank, "stride", 1)
         self.dilation = per_axis(dilation, rank, "dilation", 1)
         self.padding = None if padding is None else per_axis(padding, rank, "padding")
+        window = Window.of(rank, self.kernel_size, self.stride, self.dilation, self.padding, self.taps)
+        torus_of(None, window, checked_boundary(boundary, rank))  # refuses what no grid would be taken with
         # spelled as a user of shared_plan would spell it, so that both find one plan
         self._options: dict[str, Any] = {"kernel_size": self.kernel_size}
         given = {
