@@ -1,4 +1,4 @@
-"""What a figure or a bug report depends on: machine, versions, clocks, and which backends can run."""
+"""Facts for benchmarks and bug reports: machine, versions, clocks, and which backends can run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VARIABLES = ("SPARSECONV_", "TRITON_", "CUDA_", "OMP_", "TORCHINDUCTOR_CACHE_DIR
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Facts about this machine, for a device ``"cpu"`` or ``"cuda"``: time, versions, processor or card.
+    """Facts about this machine for a device ``"cpu"`` or ``"cuda"``: time, versions, CPU or GPU.
 
     >>> found = facts("cpu")
     >>> found["packages"]["torch"] == torch.__version__, found["threads"] == torch.get_num_threads()
@@ -67,7 +67,7 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def text() -> str:
-    """All that a bug report needs, in plain lines: ``sparseconv info``."""
+    """Everything a bug report needs, as plain lines: ``sparseconv info``."""
     found = facts("cpu")
     packages = found["packages"]
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -76,7 +76,7 @@ def text() -> str:
         f"python      {found['python']} on {platform.platform()}",
         f"torch       {packages.pop('torch')}, {cuda}",
         f"cpu         {found['cpu']}, {found['cores']} cores, {found['capability']}",
-        f"threads     {found['threads']} of torch",
+        f"threads     {found['threads']} in torch",
     ]
     for n in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(n)
@@ -86,7 +86,7 @@ def text() -> str:
             f"{card.total_memory / 2**30:.0f} GiB, driver {driver or 'unknown'}"
         )
     if not torch.cuda.device_count():
-        lines.append("gpu         none that torch can see")
+        lines.append("gpu         none visible to torch")
     lines += [f"{name:<11} {packages.get(name, 'not installed')}" for name in ("numpy", "triton", "llvmlite")]
     cupy = [f"{name} {packages[name]}" for name in CUPY if name in packages]
     lines.append(f"cupy        {', '.join(cupy) or 'not installed'}")
@@ -94,13 +94,13 @@ def text() -> str:
     lines += [f"others      {', '.join(others)}"] * bool(others)
     lines += [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(VARIABLES)]
     for where in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        lines += ["", f"backends for a plan on {where}, in the order of asking"]
+        lines += ["", f"backends for a plan on {where}, in order of preference"]
         lines += [f"  {name:<22} {said}" for name, said in backends(torch.device(where)).items()]
     return "\n".join(lines)
 
 
 def backends(device: torch.device) -> dict[str, str]:
-    """What each backend says to a submanifold convolution of 32 channels: ``chosen``, ``yes``, or ``no`` and why.
+    """Whether each backend can run a submanifold convolution of 32 channels: ``chosen``, ``yes``, or ``no`` and why.
 
     >>> "chosen" in backends(torch.device("cpu")).values()
     True
@@ -113,7 +113,7 @@ def backends(device: torch.device) -> dict[str, str]:
     try:
         grid = VoxelGrid(torch.zeros(1, 4, dtype=torch.int32, device=device))
         request = ConvolutionPlan(grid, 3).request(32, 32)
-    except Exception as error:  # a report is wanted most where something is broken
+    except Exception as error:  # a report is needed most when something is broken
         return dict.fromkeys(BACKENDS, f"no: a plan cannot be made: {type(error).__name__}: {error}")
     for name in BACKENDS:
         try:
@@ -125,7 +125,7 @@ def backends(device: torch.device) -> dict[str, str]:
 
 
 def output(*command: str) -> str | None:
-    """What a command prints; None where it is not there or fails."""
+    """The output of a command; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -29,7 +29,7 @@ def read_npz(path: Path) -> np.ndarray:
         names = [n.removesuffix(".npy") for n in archive.namelist()]
         found = next((name for name in KEYS if name in names), names[0] if len(names) == 1 else None)
         if found is None:
-            raise ValueError(f"it holds {', '.join(names) or 'nothing'}; call the positions {' or '.join(KEYS)}")
+            raise ValueError(f"it contains {', '.join(names) or 'nothing'}; name the positions {' or '.join(KEYS)}")
         data = archive.read(archive.namelist()[names.index(found)])  # whole, so that its checksum is compared
     return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 
@@ -40,16 +40,16 @@ def read_binary(path: Path, columns: int | None = None) -> np.ndarray:
     fits = [c for c in (4, 5) if size % (c * FLOAT) == 0]
     if columns is not None:
         if columns not in fits:
-            raise ValueError(f"{size:,} bytes are no whole number of points of {columns} float32")
+            raise ValueError(f"{size:,} bytes are not a multiple of {columns} float32 numbers per point")
         fits = [columns]
     if not fits:
-        raise ValueError(f"{size:,} bytes are no whole number of points of 4 float32 (KITTI) or 5 (nuScenes)")
+        raise ValueError(f"{size:,} bytes are not a multiple of 4 (KITTI) or 5 (nuScenes) float32 numbers per point")
     numbers = np.fromfile(path, "<f4")
     if len(fits) == 2 and len(numbers):
         fits = [c for c in fits if _is_width(numbers, c)]
         if len(fits) != 1:
             raise ValueError(
-                f"{size:,} bytes are whole points of 4 float32 (KITTI) and of 5 (nuScenes), and the numbers do "
+                f"{size:,} bytes fit 4 (KITTI) and 5 (nuScenes) float32 numbers per point, and the values do "
                 "not tell which: pass columns=4 or columns=5 (--columns)"
             )
     return numbers.reshape(-1, fits[0])

@@ -42,9 +42,13 @@ def read_cloud(path: str | Path, *, drop_nonfinite: bool = False, columns: int |
     path = Path(path)
     ending = path.suffix.lower()
     if ending not in READERS:
-        raise ValueError(f"{path.name!r} does not end in one of {', '.join(READERS)}: convert the cloud to one of them")
+        raise ValueError(
+            f"{path.name!r} has none of the known suffixes {', '.join(READERS)}: convert the cloud to one of them"
+        )
     if columns is not None and (ending != ".bin" or columns not in (4, 5)):
-        raise ValueError(f"columns says how many numbers a point of a .bin has, 4 or 5; got {columns} for {path.name}")
+        raise ValueError(
+            f"columns is the number of values per point of a .bin file, 4 or 5; got {columns} for {path.name}"
+        )
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
@@ -103,7 +107,7 @@ def _foreign(path: Path) -> np.ndarray:
     try:
         package = import_module(PACKAGES[ending])
     except ImportError:
-        raise ImportError(f"{ending} files are read with {PACKAGES[ending]}: pip install 'sparseconv[demo]'") from None
+        raise ImportError(f"{ending} files need {PACKAGES[ending]}: pip install 'sparseconv[demo]'") from None
     if ending == ".laz" and not package.LazBackend.detect_available():
         raise ImportError(".laz files need a decompressor: pip install 'sparseconv[demo]'")
     script = Path(__file__).with_name("foreign.py")

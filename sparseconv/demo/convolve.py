@@ -61,7 +61,7 @@ def convolve_cloud(
     fill = len(grid) / grid.extent.size
     console.print(
         f"Voxels of {size:g}{'' if voxel_size else ' (chosen from the extent)'}: {len(grid):,}, "
-        f"{len(points) / len(grid):.1f} points in each, {fill:.2g} of their box, on {device}, found in "
+        f"{len(points) / len(grid):.1f} points per voxel, {fill:.2g} of the bounding box, on {device}, voxelized in "
         f"{time.perf_counter() - begin:.2f} s\n",
         highlight=False,
     )
@@ -80,8 +80,8 @@ def convolve_cloud(
     plans = max(0.0, scene - forward - backward)
     console.print(
         f"\nA sparse U-Net of {sum(p.numel() for p in net.parameters()):,} parameters: forward {forward:.2f} s, "
-        f"backward {backward:.2f} s; a new scene needs {plans:.2f} s for its plans before. (The first step took "
-        f"{max(0.0, first - scene):.2f} s more: kernels are compiled once.)",
+        f"backward {backward:.2f} s; building the plans of a new scene takes {plans:.2f} s. (The first step took "
+        f"{max(0.0, first - scene):.2f} s longer, because kernels are compiled once.)",
         highlight=False,
     )
     cloud_view(grid, file.name).save(output)

@@ -31,7 +31,7 @@ def read(kind: str, path: str, package: Any) -> tuple[np.ndarray, int]:
     with Path(path).open("rb") as file:
         records = int.from_bytes(file.read(104)[100:], "little")
     if 54 * records > Path(path).stat().st_size:  # laspy would go through them all
-        raise ValueError(f"its header counts {records:,} variable length records, more than the file can hold")
+        raise ValueError(f"its header announces {records:,} variable length records, more than the file can contain")
     found = package.read(path)
     return np.asarray(found.xyz, np.float64), found.header.point_count
 
@@ -51,7 +51,7 @@ def main(kind: str, path: str, out: str, memory: str) -> int:
     try:
         points, count = read(kind, path, package)
         if len(points) != count:
-            raise ValueError(f"its header counts {count:,} points; it holds {len(points):,}")
+            raise ValueError(f"its header announces {count:,} points; it contains {len(points):,}")
         np.save(out, points)
     except BaseException as error:
         said = (str(error).strip().splitlines() or [""])[-1] or type(error).__name__

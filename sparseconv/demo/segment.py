@@ -28,9 +28,9 @@ def segment_brain(
     seed: int = 0,
     noise: float = 0.1,
 ) -> bool:
-    """Voxelise, plan, train on the back half, score the front half, draw; False if training was interrupted.
+    """Voxelize, plan, train on the back half, score the front half, draw; False if training was interrupted.
 
-    An interruption before the first step, or after training, is raised: there is nothing to draw, or it is the second.
+    A KeyboardInterrupt before the first step or after training is raised.
 
     Args:
         console: where to write.
@@ -49,13 +49,13 @@ def segment_brain(
     threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     console.print(
         f"[bold]MNI152 brain[/] at {voxel_size:g} mm: {len(brain):,} voxels, "
-        f"{len(brain) / brain.grid.extent.size:.0%} of their box, on {device}{threads}; read and voxelised in "
+        f"{len(brain) / brain.grid.extent.size:.0%} of the bounding box, on {device}{threads}; loaded in "
         f"{time.perf_counter() - begin:.1f} s"
     )
     console.print(
-        f"One channel in, the T1-weighted brightness of a scan with {noise:.0%} noise; classes out: "
+        f"Input: T1-weighted brightness with {noise:.0%} noise. Classes: "
         f"{', '.join(CLASSES)}.\nTrained on the back half (y < {cut:g} mm, {counts[0]:,} voxels), scored on the front "
-        f"half ({counts[1]:,} voxels); left and right would not do, for this template mirrors them.\n",
+        f"half ({counts[1]:,} voxels); left and right are mirror images in this template.\n",
         highlight=False,
     )
     generator = torch.Generator().manual_seed(seed)
@@ -68,15 +68,15 @@ def segment_brain(
     console.print(plans_table(uses))
     widest = max(uses, key=lambda use: use.plan.request(use.c_in, use.c_out).flops)
     weight = torch.empty(widest.plan.num_taps, widest.c_in, widest.c_out, device="meta")
-    console.print(
-        f"\nWhy, for the costliest: {widest.plan.explain(weight[0], weight)}\n", markup=False, highlight=False
-    )
+    console.print(f"\nMost expensive layer: {widest.plan.explain(weight[0], weight)}\n", markup=False, highlight=False)
 
     course = _train_with_bar(console, model, back, noise, steps, generator)
     if course.interrupted:
         if not course.losses:
             raise KeyboardInterrupt
-        console.print("Stopped early: what was learnt is scored and drawn. Ctrl-C again ends at once.", highlight=False)
+        console.print(
+            "Stopped early; scoring and drawing the network as it is. Press Ctrl-C again to quit.", highlight=False
+        )
     shares = torch.zeros(len(brain), len(CLASSES))
     for mask, view in ((~in_front, back), (in_front, front)):
         shares[mask] = model.shares(view).cpu()
@@ -90,14 +90,14 @@ def segment_brain(
         best = "bold green" if name == "sparse U-Net" else ""
         table.add_row(name, *(f"{v:.3f}" for v in (*figures, sum(figures) / len(figures))), style=best)
     console.print(table)
-    pace = f"{1e3 * median(course.seconds):.0f} ms a step (median), " if course.seconds else ""
+    pace = f"{1e3 * median(course.seconds):.0f} ms per step (median), " if course.seconds else ""
     console.print(
         f"{len(course.seconds)} steps{' until interrupted' * course.interrupted}, {pace}"
         f"{sum(p.numel() for p in model.parameters()):,} parameters"
     )
     figure = tissue_figure(whole, shares, in_front, cut, scores, noise)
     save_figure(figure, output)
-    console.print(f"Picture: [bold]{output}[/]. All in {time.perf_counter() - begin:.0f} s.")
+    console.print(f"Picture: [bold]{output}[/]. Total time {time.perf_counter() - begin:.0f} s.")
     return not course.interrupted
 
 
@@ -109,9 +109,9 @@ def _train_with_bar(
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}, {task.fields[ms]:.0f} ms a step,"),
+        TextColumn("loss {task.fields[loss]:.3f}, {task.fields[ms]:.0f} ms per step,"),
         TimeRemainingColumn(compact=True),
-        TextColumn("left (Ctrl-C ends early)"),
+        TextColumn("left (Ctrl-C stops early)"),
     )
     with Progress(*columns, console=console, transient=not console.is_terminal) as bar:
         task = bar.add_task("", total=steps, loss=float("nan"), ms=float("nan"))

@@ -60,7 +60,7 @@ def load_brain(voxel_size: float, folder: Path | None = None) -> Brain:
         ValueError: a voxel size below the template's own. ImportError: nilearn or nibabel is not installed.
     """
     if not voxel_size >= 1:
-        raise ValueError(f"the brain comes in voxels of 1 mm: voxel_size must be at least 1; got {voxel_size:g}")
+        raise ValueError(f"the template has voxels of 1 mm, so voxel_size must be at least 1; got {voxel_size:g}")
     t1, affine = template("t1", folder)
     grey, white = (template(name, folder)[0] for name in ("gm", "wm"))
     sites = np.argwhere(t1)
@@ -80,11 +80,11 @@ def template(name: str, folder: Path | None = None) -> tuple[np.ndarray, np.ndar
     try:
         import nibabel
     except ImportError:
-        raise ImportError("the brain is read with nibabel: pip install 'sparseconv[demo]'") from None
+        raise ImportError("reading the brain template needs nibabel: pip install 'sparseconv[demo]'") from None
     path = (folder or _nilearn_folder()) / FILE.format(name)
     if not path.is_file():
         raise ImportError(
-            f"{path} is missing: this release of nilearn does not carry the template; pip install 'nilearn>=0.11,<0.15'"
+            f"{path} is missing: this release of nilearn lacks the template; pip install 'nilearn>=0.11,<0.15'"
         )
     image = nibabel.Nifti1Image.from_filename(path)
     return np.asarray(image.dataobj), np.asarray(image.affine)
@@ -93,5 +93,5 @@ def template(name: str, folder: Path | None = None) -> tuple[np.ndarray, np.ndar
 def _nilearn_folder() -> Path:
     spec = find_spec("nilearn")
     if spec is None or spec.origin is None:
-        raise ImportError("the brain comes with the nilearn package: pip install 'sparseconv[demo]'")
+        raise ImportError("the brain template comes with nilearn: pip install 'sparseconv[demo]'")
     return Path(spec.origin).parent / "datasets" / "data"

@@ -82,7 +82,7 @@ def test_a_short_brain_is_the_same_for_the_same_seed(tmp_path):
             "majority class",
             "brightness alone",
             "sparse U-Net",
-            "ms a step",
+            "ms per step",
             "chosen",
         ):
             assert word in said
@@ -98,9 +98,11 @@ def test_a_cloud(tmp_path):
         "demo", "--points", tmp_path / "cloud.npy", "--output", tmp_path / "cloud.png", "--device", "cpu"
     )
     assert result.exit_code == 0, said
-    for word in ("3,000 points", "chosen from the extent", "Plans", "forward", "backward", "a new scene needs"):
+    for word in ("3,000 points", "chosen from the extent", "Plans", "forward", "backward", "the plans of a new scene"):
         assert word in said
-    assert re.search(r"The first step took [0-9.]+ s more: kernels are compiled once", said), said  # apart from speed
+    assert re.search(r"The first step took [0-9.]+ s longer, because kernels are compiled once", said), (
+        said
+    )  # apart from speed
     assert (tmp_path / "cloud.png").read_bytes().startswith(PNG)
 
 
@@ -116,13 +118,13 @@ def test_clouds_of_a_few_points(tmp_path, points):
     ("arguments", "sentence"),
     [
         (["--points", "none.npy"], "there is no file none.npy"),
-        (["--points", "cloud.e57"], "does not end in one of"),
+        (["--points", "cloud.e57"], "has none of the known suffixes"),
         (["--output", "no/such/folder.png"], "does not exist: create it"),
         (["--output", "picture.bmpx"], "a picture's name must end with .png"),
         (["--voxel-size", "-1"], "--voxel-size must be positive"),
-        (["--voxel-size", "0.5"], "voxels of 1 mm: voxel_size must be at least 1"),
+        (["--voxel-size", "0.5"], "voxels of 1 mm, so voxel_size must be at least 1"),
         (["--device", "abacus"], "--device must be cpu, cuda"),
-        (["--device", "cuda:99"], "torch sees"),
+        (["--device", "cuda:99"], "PyTorch sees"),
     ],
 )
 def test_refusals_are_one_sentence(tmp_path, monkeypatch, arguments, sentence):
