@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from sparseconv.geometry.gpu import (
-    edge_lists, edge_lists_3x3x3, reached, row_order, scene, schedule, search, table, taps, wgrad_splits
+    edge_lists, edge_lists_3x3x3, fixed_grid_io, reached, row_order, schedule, search, table, taps, wgrad_splits
 )
 from sparseconv.gpu import launcher as launching
 from sparseconv.gpu import radix_sort
@@ -55,7 +55,7 @@ jobs = [
     *((reached.MARK, (3, is_box, reached.ROWS, 512, 1024, 10)) for is_box in (True, False)),
     (reached.EMIT, (3, 32)), (reached.EMIT_FIXED, (3, 32)),
     (reached.CLAIM, (4, True, 128)), (reached.DECODE, (3, 256)),
-    (search.SCAN, (8192,)), (scene._PUT, (2048,)), (edge_lists.REVERSE, (1024,)),
+    (search.SCAN, (8192,)), (fixed_grid_io._PUT, (2048,)), (edge_lists.REVERSE, (1024,)),
     (edge_lists.SCATTER, (1024,)),
     (edge_lists.OVERFLOW, (32,)),
     (edge_lists.PAIRS, (*around, True, 512, 128)), (edge_lists.PAIRS, (*by_key, False, 128, 128)),
