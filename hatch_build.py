@@ -10,12 +10,13 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 def for_the_index(text: str, repository: str, version: str) -> str:
-    """The README with whole addresses for its relative links: pictures as files, all else as pages of a release.
+    """The README with absolute links: pictures as files, all else as pages of a release, and the address to clone.
 
     >>> for_the_index("![a](docs/a.png) [b](docs/b.md#c) [d](https://e.org)", "owner/name", "1.0")
     '![a](https://raw.githubusercontent.com/owner/name/v1.0/docs/a.png) \
 [b](https://github.com/owner/name/blob/v1.0/docs/b.md#c) [d](https://e.org)'
     """
+    text = text.replace("<address of this repository>", f"https://github.com/{repository}")
 
     def whole(match: re.Match[str]) -> str:
         mark, words, path = match.groups()
