@@ -180,6 +180,13 @@ def test_keys_are_64_bit_and_count_only_the_extent():
     assert VoxelGrid(city).lookup(city.flip(0)).tolist() == [1, 0]
 
 
+def test_points_whose_keys_differ_by_2_to_the_32_stay_apart():
+    cells = torch.tensor([[1699, 1699, 1699], [1486, 251, 596], [0, 0, 0]])  # of 1700^3; 1486, 251, 596 is 2^32
+    grid, rows = sc.voxelize(cells.double() + 0.5, 1.0)
+    assert grid.coords[:, 1:].tolist() == cells.flip(0).tolist()
+    assert rows.tolist() == [2, 1, 0]
+
+
 def test_a_grid_pickles_and_moves():
     grid = VoxelGrid(torch.tensor([[0, 1, 2], [1, -3, 4]]), voxel_size=(0.5, 0.25), origin=1.0)
     other = pickle.loads(pickle.dumps(grid))

@@ -38,6 +38,15 @@ def test_the_identity_tap_is_known_for_the_same_grid_only(grid):
     assert sc.ConvolutionPlan(grid, 3, stride=2).kernel_map.identity_tap is None
 
 
+def test_the_reverse_of_taps_in_any_order_mirrors_each(grid):
+    edges = sc.ConvolutionPlan(grid, taps=[(0, 0, 1), (0, 0, 0), (1, 0, 0), (0, 0, -1), (-1, 0, 0)]).kernel_map
+    assert (edges.identity_tap, edges.mirror) == (1, (3, 1, 4, 0, 2))
+    table, plain = edges.neighbors, sc.KernelMap(edges.num_in, edges.num_out, 5, neighbors=edges.neighbors.clone())
+    mirrored = sc.KernelMap(edges.num_in, edges.num_out, 5, neighbors=table, identity_tap=1, mirror=edges.mirror)
+    assert torch.equal(mirrored.reverse().neighbors, plain.reverse().neighbors)
+    assert mirrored.reverse().identity_tap == 1
+
+
 @pytest.mark.parametrize("how", ["permuted", "shifted"])
 def test_another_grid_of_equal_size_has_no_identity_tap(grid, how):
     """The centre-tap shortcut by sizes alone gives wrong numbers here."""

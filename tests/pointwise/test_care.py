@@ -98,6 +98,10 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written():
     with pytest.raises(ValueError, match="share memory"):
         pair(torch.arange(4.0), out0=memory[:4], out1=memory[2:6])
     assert not memory.any()
+    small = torch.zeros(8, dtype=torch.int8)
+    with pytest.raises(ValueError, match="share memory"):  # by one byte
+        pair(torch.ones(4, dtype=torch.int8), out0=small[:4], out1=small[3:7])
+    assert not small.any()
     pair(torch.arange(4.0), out0=memory[::2], out1=memory[1::2])  # neighbours that never meet
     assert memory.tolist() == [0, 1, 1, 2, 2, 3, 3, 4]
 
