@@ -10,13 +10,13 @@ import torch
 
 from sparseconv.geometry.arguments import SEVERAL, check_same_space, check_scenes, no_grid, rows_of_points
 from sparseconv.geometry.fixed_grid import FixedGrid
-from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.grid import VoxelGrid, in_trace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import as_device, attribute_error, check_kind, check_tensor
 from sparseconv.moving import Movable
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, method_advice, name_of
-from sparseconv.torch_private import collators, register_tree
+from sparseconv.torch_private import collators, register_tree, tracing
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32, Integer, Shaped
@@ -210,6 +210,11 @@ class SparseTensor(Movable):
 
     def _check_same_grid(self, other: SparseTensor) -> None:
         mine, theirs = self.grid, other.grid
+        if tracing() and theirs is not mine:
+            mine, theirs = in_trace(mine), in_trace(theirs)
+            if mine is theirs or mine.stands_with(theirs):
+                return
+            raise ValueError("while torch traces, tensors on different grid objects are not joined")
         if theirs is not mine and (theirs.batch_size != mine.batch_size or not torch.equal(theirs.coords, mine.coords)):
             raise ValueError(f"the two tensors live on different voxels: {self.grid} and {other.grid}")
         if theirs is not mine and mine.is_placed and theirs.is_placed:

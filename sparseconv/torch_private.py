@@ -80,6 +80,15 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() if flag is None else bool(flag)
 
 
+def tracing() -> bool:
+    """Whether torch.compile or torch.export traces."""
+    return torch.compiler.is_compiling() or exporting()
+
+
+#: whether a comparison holds; not where it is about a number that only the run of a traced program knows
+surely: Callable[[Any], bool] = private("fx.experimental.symbolic_shapes.guard_or_false", bool)
+
+
 def records_proxies() -> bool:
     """Whether make_fx records the operations of this call; not where torch.compile lets it, over maps that it guards.
 

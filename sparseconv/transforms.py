@@ -156,6 +156,12 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+@untraced
+def eagerly(function: Callable[..., R], *args: Any) -> R:
+    """A call that torch.compile leaves to Python, with a break in its graph."""
+    return function(*args)
+
+
 #: functions as torch.compile is told to skip them
 _skipped: dict[Callable[..., Any], Callable[..., Any]] = {}
 

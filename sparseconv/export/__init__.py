@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparseconv.export import operators as operators
-from sparseconv.export import traced as traced
+from sparseconv.compiler import operators as operators
+from sparseconv.compiler import traced as traced
 
 if TYPE_CHECKING:
     from sparseconv.export.card_package import package_for_card as package_for_card

@@ -34,7 +34,7 @@ from sparseconv.geometry.views.dense import checked_box, filled, sites_of
 from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import check_choice, check_kind, check_values
 from sparseconv.moving import Movable
-from sparseconv.torch_private import exporting
+from sparseconv.torch_private import tracing
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float32, Int32, Int64, Integer, Shaped
@@ -68,7 +68,7 @@ class VoxelGrid(Movable):
     """
 
     def __new__(cls, *_: Any, **__: Any) -> VoxelGrid:
-        kind = cls.traced_type if cls is VoxelGrid and exporting() else None
+        kind = cls.traced_type if cls is VoxelGrid and tracing() else None
         return object.__new__(kind or cls)
 
     @transforms.constant
@@ -386,6 +386,17 @@ class VoxelGrid(Movable):
 
 
 @transforms.constant
+def in_trace(grid: Any) -> Any:
+    """A grid as operators know it while torch traces: what stands for one that was made before; else itself."""
+    kind: Any = VoxelGrid.traced_type
+    return kind.of(grid) if kind is not None and tracing() else grid
+
+
+def left_trace(place: Any) -> bool:
+    """Whether this is a grid that a compiled program returned: it records nothing any more."""
+    return VoxelGrid.traced_type is not None and isinstance(place, VoxelGrid.traced_type) and not tracing()
+
+
 def _table_of(coords: torch.Tensor) -> CoordinateTable:
     return _on_gpu().build_table(coords)
 

@@ -13,7 +13,7 @@ import torch
 from sparseconv.geometry.arguments import INT32, INTEGERS, bounds, check_indices, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_kind, check_values, described, shortened
-from sparseconv.torch_private import exporting
+from sparseconv.torch_private import exporting, surely, tracing
 
 
 def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
@@ -38,9 +38,9 @@ def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
                     value = operator.index(value)
                 except (TypeError, RuntimeError, NotImplementedError):  # torch's, of a tensor of several
                     raise TypeError(f"{name} must be whole numbers; got {shortened(values)}") from None
-        if minimum is not None and value < minimum:
+        if minimum is not None and surely(value < minimum):
             raise ValueError(f"{name} must be at least {minimum}; got {shortened(values)}")
-        if not isinstance(value, torch.SymInt) and not INT32.min <= value <= INT32.max:
+        if not tracing() and not INT32.min <= value <= INT32.max:
             raise ValueError(f"{name} must fit in 32 bits; got {shortened(values)}")
         made.append(value)
     return made
@@ -72,6 +72,11 @@ def axes(value: Any, rank: int, name: str, minimum: int | None = None) -> list[i
     return whole(value if several else [value] * rank, name, minimum)
 
 
+def settled(values: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of a layer. While torch traces they are constants of the program, and other ones are for another."""
+    return tuple([operator.index(n) for n in values]) if tracing() else tuple(values)
+
+
 def lower_corners(name: str, points: torch.Tensor) -> torch.Tensor:
     """Integers, and the whole numbers below others, as int32.
 
@@ -99,7 +104,7 @@ def lower_corners(name: str, points: torch.Tensor) -> torch.Tensor:
 
 def scaled(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:
     """The coords (N, 1+D) int32 of a grid, its voxels times ``steps``; ValueError past 32 bits."""
-    if len(grid):
+    if not tracing() and len(grid):
         box = grid.extent
         check_indices(*([s * edge for s, edge in zip(steps, ends)] for ends in (box.start, [e - 1 for e in box.end])))
     return (grid.coords * row((1, *steps), grid.coords)).int()

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from sparseconv.backends.registry import check_backend
+from sparseconv.compiler import traced as traced
 from sparseconv.geometry.arguments import no_batch
 from sparseconv.geometry.edges import torus_of
-from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.grid import VoxelGrid, in_trace
 from sparseconv.geometry.ranges import KINDS, Boundary, Ints, per_axis
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor, shortened
@@ -19,6 +20,7 @@ from sparseconv.plan.arguments import checked_boundary
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import tracing
 
 Axes = int | Sequence[int]
 
@@ -119,6 +121,10 @@ class LayerGeometry:
             raise TypeError("the way back needs the grid it leads to: module(x, onto=the encoder's tensor), or plan=")
         self.check(coarse)
         fine = grid_of(onto)
+        if tracing():
+            traced_coarse: Any = coarse
+            found = traced_coarse.standing_for(onto.grid if isinstance(onto, SparseTensor) else onto)
+            fine = fine if found is None else found  # a grid's truth value would read its number of voxels
         # the key names no grid, since torch.compile would guard on that object and compile anew for every scene
         plan = fine.derived.get(("inverse", self._key))
         if plan is None or plan.source is not coarse:
@@ -206,10 +212,10 @@ def _as_tuples(taps: torch.Tensor | Sequence[Sequence[int]]) -> tuple[tuple[int,
 def grid_of(x: VoxelGrid | SparseTensor) -> VoxelGrid:
     """The grid itself, or that of a sparse tensor."""
     if isinstance(x, SparseTensor):
-        return x.grid
+        x = x.grid
     if not isinstance(x, VoxelGrid):
         raise TypeError(f"expected a VoxelGrid or a SparseTensor; got {type(x).__name__}")
-    return x
+    return in_trace(x)
 
 
 def grid_in(x: Any, module: torch.nn.Module, instead: str = "plan=") -> VoxelGrid:
@@ -225,4 +231,4 @@ def grid_in(x: Any, module: torch.nn.Module, instead: str = "plan=") -> VoxelGri
             f"{type(x).__name__} alone. (Inside Sequential, modules that want a SparseTensor derive from SparseModule: "
             "others are given its features.)"
         )
-    return x.grid
+    return in_trace(x.grid)

@@ -14,6 +14,7 @@ from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
 from sparseconv.ops.items import standardised
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import exporting, tracing
 
 
 class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
@@ -50,6 +51,8 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
         grid = x.grid if isinstance(x, SparseTensor) else None
         count = None if grid is None else grid.count
         of_batch = self.training or self.running_mean is None
+        if tracing() and not exporting() and not (grid is not None and grid.is_shared):
+            return with_features(x, self._traced(features) if of_batch else super().forward(features))
         if grid is not None and grid.is_shared and of_batch:
             y = self._by_sums(features, count, grid.all_sum)
         elif serves(features, self, features.shape[0]):
@@ -63,6 +66,21 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
         else:
             y = super().forward(features)
         return with_features(x, y)
+
+    def _traced(self, features: torch.Tensor) -> torch.Tensor:
+        """While torch.compile traces, which knows no number of rows."""
+        count = torch.ops.sparseconv.rows(features)
+        if self.momentum is None:  # statistics that are means over all batches
+            return self._by_sums(features, count)
+        kept = (self.running_mean, self.running_var) if self.training else (None, None)
+        given = features, self.weight, self.bias, *kept, count, self.momentum, self.eps, True
+        y, _, _, mean, var = torch.ops.sparseconv.batch_norm(*given)
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            self.running_mean.copy_(mean)
+            self.running_var.copy_(var)
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_((count > 1)[0].to(torch.int64))
+        return y
 
     def _by_sums(self, features: torch.Tensor, count: torch.Tensor | None, *total: Any) -> torch.Tensor:
         """Over the live rows, of all processes where ``total`` adds up over them; nothing is read by the host."""

@@ -159,6 +159,11 @@ def max_unpool(
     return _winner_sum(x, winners, plan.kernel_map, False, False)
 
 
+def picked(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+    """The adjoint of `max_unpool` over ``plan``: fine values (N_out, C) where the winners (N_in, C) are, (N_in, C)."""
+    return _winner_sum(x, winners, plan.kernel_map, True, True)
+
+
 def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
     """y[o] = sum over edges (k, i, o) of x[i]: (N_in, C) -> (N_out, C)."""
     if _by_kernel(x) and kernel_map.reverse().meets_all:

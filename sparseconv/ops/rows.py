@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.geometry.cuda_capability import has_kernels
+from sparseconv.geometry.grid import VoxelGrid, in_trace, left_trace
 from sparseconv.kinds import check_tensor, described
-from sparseconv.torch_private import dispatch_modes, functional
+from sparseconv.torch_private import dispatch_modes, functional, tracing
 from sparseconv.transforms import check_not_recorded
 
 if TYPE_CHECKING:
-    from sparseconv.geometry.grid import VoxelGrid
     from sparseconv.plan.convolution import ConvolutionPlan
 
 
@@ -56,8 +56,10 @@ def kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def recorder(place: Any) -> Any:
-    """A grid or plan of a trace by torch.export, which records poolings as operators of its own; None of others."""
-    return place if hasattr(place, "pooled") else None
+    """A grid or plan of a trace, which records poolings as operators of its own; None of others."""
+    if tracing() and isinstance(place, VoxelGrid):
+        place = in_trace(place)
+    return place if hasattr(place, "pooled") and not left_trace(place) else None
 
 
 def on_kernels(x: torch.Tensor) -> bool:

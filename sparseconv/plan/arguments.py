@@ -17,7 +17,7 @@ from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import check_count, check_kind, check_tensor
 from sparseconv.plan.casting import packed_as
-from sparseconv.torch_private import exporting
+from sparseconv.torch_private import tracing
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
@@ -182,7 +182,7 @@ def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue |
 
 def recorder(source: Any) -> Any:
     """The class of plans on a grid of a trace, by torch.export or for streaming; None of any other grid."""
-    traced = isinstance(source, VoxelGrid) and (exporting() or source.is_watched)
+    traced = isinstance(source, VoxelGrid) and (tracing() or source.is_watched)
     return source.plan_type if traced else None
 
 

@@ -10,7 +10,8 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.export import operators, program
+from sparseconv.compiler import operators
+from sparseconv.export import program
 from sparseconv.plan.shared import shared_plan
 from tests.export.networks import LARGE, MADE, network, scene
 

@@ -9,7 +9,8 @@ import torch
 
 import sparseconv as sc
 from sparseconv import export
-from sparseconv.export import operators, packaging
+from sparseconv.compiler import operators
+from sparseconv.export import packaging
 from sparseconv.plan.shared import shared_plan
 from sparseconv.torch_private import pytree
 from tests.export import operator_cases

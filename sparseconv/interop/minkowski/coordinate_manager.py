@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
+from sparseconv.interop.arguments import settled
 from sparseconv.interop.minkowski.coordinate_map import CoordinateMap, backwards, common_unit, divided, flipped
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keyed_maps import KeyedMaps
@@ -17,9 +19,15 @@ from sparseconv.kinds import check_values
 from sparseconv.ops.interpolation import Interpolation
 from sparseconv.ops.points import PointGroups
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.torch_private import tracing
 
 #: taps of a stride's window up to which the window itself finds the coarse voxels
 FEW_TAPS = 27
+
+
+def _kind(grid: VoxelGrid) -> Any:
+    """The class of the plans of a grid."""
+    return grid.plan_type or ConvolutionPlan
 
 
 class CoordinateManager(KeyedMaps):
@@ -34,6 +42,12 @@ class CoordinateManager(KeyedMaps):
     >>> manager.get_coordinates(manager.stride(key, 2)).tolist(), rows.tolist(), numbers.tolist()
     ([[0, -4], [0, 2]], [0, 1], [0, 1, 1])
     """
+
+    #: the class of managers that torch traces
+    traced_type: type[CoordinateManager] | None = None
+
+    def __new__(cls, *_: Any, **__: Any) -> CoordinateManager:
+        return object.__new__((cls is CoordinateManager and tracing() and cls.traced_type) or cls)
 
     def __init__(
         self,
@@ -53,7 +67,7 @@ class CoordinateManager(KeyedMaps):
     def stride(self, coordinate_map_key: CoordinateMapKey, stride: Axes, string_id: str = "") -> CoordinateMapKey:
         """The voxels floor(c / s) * s, s being the new tensor stride; those that lie under its key, if any do."""
         source, key = self.find(coordinate_map_key), coordinate_map_key.key
-        steps = positive("stride", stride, self.D)
+        steps = settled(positive("stride", stride, self.D))
         new = tuple(t * s for t, s in zip(key[0], steps)), string_id or key[1]
         if new in self._maps:
             return CoordinateMapKey.of(new)
@@ -61,9 +75,9 @@ class CoordinateManager(KeyedMaps):
         unit = common_unit([source.unit, target])
         grid = source.at(unit, source.grid.batch_size)
         factors = tuple(t // u for t, u in zip(target, unit))
-        if math.prod(factors) > FEW_TAPS:
+        if math.prod(factors) > FEW_TAPS and not tracing():
             return self._insert(new, CoordinateMap(grid.coarsen(factors), target, target))
-        plan = ConvolutionPlan(grid, factors, stride=factors, padding=0)
+        plan = _kind(grid)(grid, factors, stride=factors, padding=0)
         made = self._insert(new, CoordinateMap(plan.target, target, target))
         if unit == source.unit:
             window = {"kernel_size": factors, "dilation": (1,) * self.D, "padding": (0,) * self.D}
@@ -74,7 +88,7 @@ class CoordinateManager(KeyedMaps):
         self, key: CoordinateMapKey, kernel: KernelGenerator, transposed: bool, expand: bool
     ) -> CoordinateMapKey:
         """The voxels of a layer's output, where it was given none."""
-        stride, steps = key.key[0], kernel.kernel_stride
+        stride, steps = key.key[0], settled(kernel.kernel_stride)
         if not transposed and not expand:
             return self.stride(key, steps)
         if not transposed:
@@ -95,10 +109,11 @@ class CoordinateManager(KeyedMaps):
         window = kernel.window(tuple(t // u for t, u in zip(finer, unit)))
         steps = tuple(t // u for t, u in zip(coarser, unit))
         if transposed:
-            there = ConvolutionPlan.transposed(source.grid, stride=steps, **window)
+            there = _kind(source.grid).transposed(source.grid, stride=steps, **window)
             made, plan, ends = CoordinateMap(there.target, unit, target), there.transpose(), (new, key.key)
         else:
-            plan = ConvolutionPlan(source.at(unit, source.grid.batch_size), stride=steps, target="full", **window)
+            grid = source.at(unit, source.grid.batch_size)
+            plan = _kind(grid)(grid, stride=steps, target="full", **window)
             made, ends = CoordinateMap(plan.target, target, target), (key.key, new)
         self._plans[self._plan_key(*ends, window)] = plan
         return self._insert(new, made)
@@ -123,9 +138,10 @@ class CoordinateManager(KeyedMaps):
         key = self._plan_key(ends[0].key, ends[1].key, window)
         plan = self._plans.get(key)
         if plan is None:
-            items = max(fine.grid.batch_size, coarse.grid.batch_size)
+            items = self._items(fine, coarse)
             steps = tuple(a // b for a, b in zip(coarse.unit, unit))
-            plan = ConvolutionPlan(fine.at(unit, items), stride=steps, target=coarse.at(coarse.unit, items), **window)
+            grid = fine.at(unit, items)
+            plan = _kind(grid)(grid, stride=steps, target=coarse.at(coarse.unit, items), **window)
             self._plans[key] = plan
         if not transposed:
             return plan
@@ -133,6 +149,10 @@ class CoordinateManager(KeyedMaps):
         if back is None:
             back = self._plans[key, "back"] = plan.transpose()
         return back
+
+    def _items(self, *maps: CoordinateMap) -> int:
+        """The number of batch items of several sets."""
+        return max(made.grid.batch_size for made in maps)
 
     def stride_rows(self, fine_key: CoordinateMapKey, coarse_key: CoordinateMapKey) -> torch.Tensor:
         """(N_fine,) int64: the row of the coarse voxel that holds each fine one, -1 where there is none."""

@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.geometry.ranges import Ints
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import lower_corners
+from sparseconv.interop.arguments import lower_corners, settled
 from sparseconv.interop.minkowski.kinds import Axes, RegionType, positive, rank_of, region_of
 from sparseconv.kinds import as_tensor
 
@@ -94,12 +94,12 @@ class KernelGenerator:
 
     def window(self, reach: Ints) -> dict[str, Any]:
         """What a plan is given for this kernel, its axes backwards; ``reach`` is a tap of 1 in the grid's own cells."""
-        steps = tuple(d * r for d, r in zip(reversed(self.kernel_dilation), reach))
+        steps = tuple([d * r for d, r in zip(settled(self.kernel_dilation)[::-1], reach)])
         if self._taps is None:
-            size = tuple(reversed(self.kernel_size))
-            padding = tuple(d * (k // 2) if k % 2 else 0 for d, k in zip(steps, size))
+            size = settled(self.kernel_size)[::-1]
+            padding = tuple([d * (k // 2) if k % 2 else 0 for d, k in zip(steps, size)])
             return {"kernel_size": size, "dilation": steps, "padding": padding}
-        return {"taps": tuple(tap[::-1] for tap in self._taps), "dilation": steps}
+        return {"taps": tuple([settled(tap)[::-1] for tap in self._taps]), "dilation": steps}
 
     def taps(self) -> torch.Tensor:
         """(V, D) int32: the taps in their order, before dilation."""

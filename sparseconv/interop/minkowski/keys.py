@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparseconv.interop.arguments import whole
+from sparseconv.interop.arguments import settled, whole
 from sparseconv.kinds import check_kind
 
 #: tensor stride and a string that tells apart sets of one stride
@@ -44,7 +44,7 @@ class CoordinateMapKey:
         """The stride and the string; raises ValueError where no layer has set them yet."""
         if self._key is None:
             raise ValueError("this coordinate map key is not set: a layer sets it when it makes its output's voxels")
-        return self._key
+        return settled(self._key[0]), self._key[1]
 
     def is_key_set(self) -> bool:
         return self._key is not None
@@ -70,7 +70,11 @@ class CoordinateMapKey:
         return list(self.key[0])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CoordinateMapKey) and self._key is not None and self._key == other._key
+        return (
+            isinstance(other, CoordinateMapKey)
+            and self._key is not None
+            and (other._key is not None and self.key == other.key)
+        )
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.interop.arguments import axes, check_order, lower_corners, whole
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.kinds import Axes, check_mode, convert_to_int_list
 from sparseconv.interop.minkowski.kinds import SparseTensorQuantizationMode as Mode
 from sparseconv.interop.minkowski.tensor import Tensor, check_rows, checked_features, manager_for
+from sparseconv.interop.minkowski.traced import met
 from sparseconv.kinds import as_device, check_kind, check_values
 from sparseconv.ops.points import PointGroups, Reduce
+from sparseconv.torch_private import surely
 from sparseconv.transforms import check_not_recorded
 
 _REDUCTIONS: dict[Mode, Reduce] = {Mode.UNWEIGHTED_AVERAGE: "mean", Mode.UNWEIGHTED_SUM: "sum", Mode.MAX_POOL: "max"}
@@ -30,6 +33,20 @@ def _reduced(features: torch.Tensor, mode: Mode, groups: PointGroups, unique: to
             f"{mode} leaves no row a voxel, but some points share one: quantise them first, or choose another mode"
         )
     return groups.reduce(features, _REDUCTIONS[mode])
+
+
+@transforms.untraced
+def _quantized(
+    features: torch.Tensor, coordinates: torch.Tensor, manager: CoordinateManager | None, stride: Axes, mode: Mode
+) -> tuple[torch.Tensor, CoordinateManager, CoordinateMapKey, tuple[torch.Tensor, torch.Tensor]]:
+    """Features of voxels, their manager and key, and the results of `CoordinateManager.insert_and_map`."""
+    check_rows(features, coordinates)
+    manager = manager_for(coordinates.shape[1] - 1) if manager is None else met(manager)
+    whole = lower_corners("coordinates", coordinates) if coordinates.is_floating_point() else coordinates
+    key, (unique, inverse) = manager.insert_and_map(whole, stride)
+    if len(unique) < len(features):
+        features = _reduced(features, mode, PointGroups(inverse, len(unique)), unique)
+    return features, manager, key, (unique, inverse)
 
 
 class SparseTensor(Tensor):
@@ -84,14 +101,10 @@ class SparseTensor(Tensor):
         self.quantization_mode = quantization_mode
         self._C = None
         if coordinates is not None:
-            check_rows(features, coordinates)
-            manager = manager_for(coordinates.shape[1] - 1) if manager is None else manager
-            whole = lower_corners("coordinates", coordinates) if coordinates.is_floating_point() else coordinates
-            key, (self.unique_index, self.inverse_mapping) = manager.insert_and_map(whole, tensor_stride)
-            if len(self.unique_index) < len(features):
-                groups = PointGroups(self.inverse_mapping, len(self.unique_index))
-                features = _reduced(features, quantization_mode, groups, self.unique_index)
-        elif len(features) != manager.size(key):
+            features, manager, key, (self.unique_index, self.inverse_mapping) = _quantized(
+                features, coordinates, manager, tensor_stride, quantization_mode
+            )
+        elif surely(features.shape[0] != manager.size(key)):
             raise ValueError(f"{key} names {manager.size(key)} voxels; got features {tuple(features.shape)}")
         if requires_grad is not None:
             features.requires_grad_(requires_grad)

@@ -11,6 +11,7 @@ import torch
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.kinds import SparseTensorOperationMode
+from sparseconv.interop.minkowski.traced import met, same
 from sparseconv.kinds import check_tensor, described
 
 if TYPE_CHECKING:
@@ -66,7 +67,15 @@ class Tensor:
     _F: torch.Tensor
     _C: torch.Tensor | None
     _D: int
-    _manager: CoordinateManager
+    _held: CoordinateManager
+
+    @property
+    def _manager(self) -> CoordinateManager:
+        return met(self._held)
+
+    @_manager.setter
+    def _manager(self, manager: CoordinateManager) -> None:
+        self._held = manager
 
     @property
     def key(self) -> CoordinateMapKey:
@@ -197,12 +206,12 @@ class Tensor:
     # ---- arithmetic
 
     def _check_same(self, other: Tensor) -> None:
-        if self._manager is not other._manager:
+        if not same(self._manager, other._manager):
             raise ValueError(
                 "the two tensors have two coordinate managers: give the second one coordinate_manager= of the first, "
                 "or share one by set_sparse_tensor_operation_mode"
             )
-        if self.key != other.key:
+        if not self.key == other.key:  # which torch traces
             raise ValueError(f"the two tensors live on different coordinates: {self.key} and {other.key}")
 
     def _operand(self, other: Any) -> Any:
@@ -225,7 +234,7 @@ class Tensor:
     def _combined(self, other: Any, combine: Callable[[torch.Tensor, Any], torch.Tensor]) -> Self:
         if not isinstance(other, Tensor):
             return self.like(combine(self._F, self._operand(other)))
-        if self._manager is not other._manager or self.key == other.key:
+        if not same(self._manager, other._manager) or self.key == other.key:
             self._check_same(other)
             return self.like(combine(self._F, other.F))
         return self._united(other, combine)

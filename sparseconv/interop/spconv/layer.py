@@ -31,7 +31,7 @@ from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing import region
 from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.torch_private import any_autocast
+from sparseconv.torch_private import any_autocast, surely, tracing
 
 Size = int | Sequence[int]
 RECORD = "max_num_voxels_during_training"
@@ -186,10 +186,10 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         return self._run_back(input, after) if self.inverse else self._run(input, after)
 
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
-        if region.is_awaited():
+        if not tracing() and region.is_awaited():
             input._place()  # which it does not need, but later layers do: a graph may begin here
         rows = input._rows().shape[0]
-        if input.features.shape[0] != rows:
+        if surely(input.features.shape[0] != rows):
             raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")
         weight = self.weight.view(self.in_channels, self.out_channels)
         if not constants.ONE_TAP_AS_SPCONV:
@@ -224,6 +224,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         out = self._execute(input, plan, after)
         if self.subm:
             out.spatial_shape = own_shape(out_shape)
+            out = out._at(input._place()) if tracing() else out
         else:
             out = self._moved(out, plan, out_shape)
         if self.indice_key is not None and stored is None:

@@ -24,6 +24,7 @@ from sparseconv.interop.torchsparse.conventions import (
 )
 from sparseconv.interop.torchsparse.tensor import Ints
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.torch_private import tracing
 
 
 def window(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:
@@ -70,8 +71,43 @@ def centre(kernel: Ints, centred: bool) -> Ints:
     return (0,) * len(kernel)
 
 
+def boxed(taps: torch.Tensor, kernel: Ints) -> torch.Tensor:
+    """A weight (V, C_in, C_out) in the order of a box with the axes backwards, which traced plans have."""
+    if math.prod(kernel) % 2:
+        return taps
+    return taps.unflatten(0, kernel).permute(2, 1, 0, 3, 4).reshape(taps.shape)
+
+
+def _box(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:
+    """`window` with a box of taps, for weights that are `boxed`."""
+    pads = tuple([p * d for p, d in zip(padding, dilation)])
+    return {"kernel_size": kernel[::-1], "dilation": dilation[::-1], "padding": pads[::-1]}
+
+
+def strided_in_trace(
+    grid: Any, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, spatial_range: Ints | None, modes: Modes
+) -> tuple[Any, Ints | None] | None:
+    """`strided` while torch traces; None where outputs follow from voxels that nobody knows."""
+    steps = stride[::-1]
+    if modes.centred and (tiles(kernel, stride) or modes.downsample == "minkowski"):
+        coarse = grid.plan_type(grid, steps, stride=steps, padding=0).target
+        box = _box(kernel, centre(kernel, True), dilation)
+        return grid.plan_type(grid, stride=steps, target=coarse, **box), spatial_range
+    if modes.centred or get_allow_negative_coordinates():
+        return None
+    box = {"stride": steps, "padding": padding[::-1], "dilation": dilation[::-1]}
+    if spatial_range is None:
+        return grid.plan_type.within(grid, (), kernel[::-1], False, **box), None
+    size = [d * (k - 1) for k, d in zip(kernel, dilation)]
+    ends = zip(spatial_range[1:], padding, size, stride)
+    shape = tuple([(n + 2 * p - w - 1) // s + 1 for n, p, w, s in ends])
+    return grid.plan_type.within(grid, shape[::-1], kernel[::-1], False, **box), (spatial_range[0], *shape)
+
+
 def submanifold(grid: VoxelGrid, kernel: Ints, dilation: Ints, modes: Modes) -> ConvolutionPlan:
     """The plan of a layer at stride 1."""
+    if tracing():
+        return grid.plan_type(grid, **_box(kernel, centre(kernel, modes.centred), dilation))  # type: ignore[misc]
     return ConvolutionPlan(grid, **window(kernel, centre(kernel, modes.centred), dilation))
 
 

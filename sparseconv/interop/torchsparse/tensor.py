@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.arguments import own, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, check_order, is_unwritten, scaled
+from sparseconv.interop.arguments import axes, check_order, is_unwritten, scaled, settled
 from sparseconv.interop.torchsparse.conventions import (
     Version,
     get_allow_negative_coordinates,
@@ -19,7 +21,9 @@ from sparseconv.interop.torchsparse.conventions import (
     make_ntuple,
     set_allow_negative_coordinates,
 )
+from sparseconv.interop.torchsparse.traced import met
 from sparseconv.kinds import check_kind, check_tensor, check_values
+from sparseconv.torch_private import surely, tracing
 from sparseconv.transforms import check_not_recorded
 
 Ints = tuple[int, ...]
@@ -165,7 +169,9 @@ class SparseTensor:
                 check_tensor(name, rows, "or a numpy array until tensors are collated")
         check_order("SparseTensor(feats, coords, ...)", feats, coords)
         self.feats = feats
-        self.coords = own(coords) if isinstance(coords, torch.Tensor) and coords.is_inference() else coords
+        self.coords = coords
+        if not tracing() and isinstance(coords, torch.Tensor) and coords.is_inference():
+            self.coords = own(coords)
         self.stride = strides(stride)
         self.spatial_range: Ints | None = None
         if spatial_range is not None:
@@ -173,6 +179,23 @@ class SparseTensor:
         self._caches: Any = _new_cache()
         if old:  # torchsparse 2.0's: what a tensor shares
             self._caches = TensorCache(old.get("cmaps"), old.get("kmaps"))
+        if tracing():  # the voxels are found outside of the trace, which knows of no batch
+            transforms.eagerly(_find, self)
+
+    @classmethod
+    def made(cls, feats: torch.Tensor, coords: torch.Tensor, stride: Strides, extent: Ints | None, caches: Any) -> Any:
+        """A tensor of a layer."""
+        made = object.__new__(SparseTensor)
+        made.feats, made.coords, made.stride, made.spatial_range, made._caches = feats, coords, stride, extent, caches
+        return made
+
+    @property
+    def _caches(self) -> Any:
+        return met(self._held, inner, TensorCache, own)
+
+    @_caches.setter
+    def _caches(self, caches: Any) -> None:
+        self._held = caches
 
     @property
     def F(self) -> Any:
@@ -217,6 +240,11 @@ class SparseTensor:
     @property
     def grid(self) -> VoxelGrid:
         """The voxels, in units of the stride and axes backwards; made once for coordinates that nobody wrote to."""
+        if tracing():
+            made = self._caches.grids.get(settled(self.stride))  # type: ignore[arg-type]
+            if made is not None and made[0] is self.coords:
+                return made[1]
+            raise ValueError("these voxels were not looked for before the trace")
         if isinstance(self.coords, torch.Tensor) and self.coords.is_inference():  # which tells nobody of writes
             self.coords = own(self.coords)
         known = self._caches.grids.get(self.stride)
@@ -233,6 +261,8 @@ class SparseTensor:
 
     def like(self, feats: torch.Tensor) -> SparseTensor:
         """Other features at the same coordinates, with the same cache."""
+        if tracing():
+            return SparseTensor.made(feats, self.coords, self.stride, self.spatial_range, self._caches)
         made = SparseTensor(feats, self.coords, self.stride, self.spatial_range)
         made._caches = self._caches
         return made
@@ -272,6 +302,13 @@ class SparseTensor:
         return self.like(self.feats + other.feats)
 
 
+def _find(x: SparseTensor) -> None:
+    """Look for the voxels of a tensor; what is wrong with its coordinates is for the first layer to say."""
+    if isinstance(x.coords, torch.Tensor):
+        with contextlib.suppress(ValueError, TypeError):
+            x.grid  # noqa: B018 (which is kept)
+
+
 def is_at(a: SparseTensor, b: SparseTensor) -> bool:
     """Whether two tensors with as many rows have the same coordinates, where that is known without waiting for a GPU;
     True elsewhere."""
@@ -283,7 +320,7 @@ def checked(input: Any) -> SparseTensor:
     check_kind("the input", input, SparseTensor, "pass a SparseTensor of torchsparse's")
     check_tensor("feats", input.feats, "(N, C)")
     check_tensor("coords", input.coords, _COORDS)
-    if input.feats.ndim != 2 or input.coords.shape[:1] != input.feats.shape[:1]:
+    if input.feats.ndim != 2 or surely(input.coords.shape[0] != input.feats.shape[0]):
         raise ValueError(
             f"feats must be (N, C), one row for each of coords {tuple(input.coords.shape)}; got "
             f"{tuple(input.feats.shape)}"

@@ -70,6 +70,11 @@ def explain(module: torch.nn.Module) -> str:
     >>> explain(torch.nn.ReLU())
     'nothing is captured: see nn.capture'
     """
+    from sparseconv.compiler import explain as compiled  # loaded where it is used
+
+    if (programs := compiled.programs_of(module)) is not None:
+        return programs
+
     found = [part.__dict__["forward"] for part in module.modules() if "forward" in part.__dict__]
     said = [forward.explain() for forward in found if isinstance(forward, Captured)]
     return "\n".join(said) or "nothing is captured: see nn.capture"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.interop.arguments import whole
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
@@ -16,6 +17,7 @@ from sparseconv.interop.minkowski.nn.placement import Place, check_input, ends, 
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
 from sparseconv.kinds import check_kind
 from sparseconv.ops.neighborhood import depthwise_convolution
+from sparseconv.torch_private import tracing
 
 
 class MinkowskiModuleBase(torch.nn.Module):
@@ -131,23 +133,26 @@ class MinkowskiConvolutionBase(MinkowskiModuleBase):
 
     def forward(self, input: SparseTensor, coordinates: Place | None = None) -> SparseTensor:
         """A `SparseTensor` -> one at ``coordinates``, or at the voxels of the output's tensor stride."""
+        if tracing() and isinstance(coordinates, torch.Tensor):
+            return transforms.eagerly(self.forward, input, coordinates)
         check_input(input, self.dimension)
         if input.F.shape[1] != self.in_channels:
             raise ValueError(f"the layer takes {self.in_channels} channels; got {tuple(input.F.shape)}")
         if self.use_mm and coordinates is None:
             product = input.F @ self.kernel
             return input.like(product if self.bias is None else product + self.bias.to(product.dtype))
+        manager = input.coordinate_manager
         features, key = _convolve(
             input.F,
             self.kernel,
             self.kernel_generator,
             input.key,
-            place_key(input, coordinates, self.kernel_generator, self.is_transpose),
-            input.coordinate_manager,
+            place_key(input, manager, coordinates, self.kernel_generator, self.is_transpose),
+            manager,
             self.is_transpose,
             self.bias,
         )
-        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=input.coordinate_manager)
+        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=manager)
 
     def __repr__(self) -> str:
         kernel = self.kernel_generator
@@ -260,9 +265,11 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
                 torch.nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, input: SparseTensor, coords: Place | None = None) -> SparseTensor:
+        if tracing():  # there is no operator for it
+            return transforms.eagerly(self.forward, input, coords)
         check_input(input, self.dimension)
         manager = input.coordinate_manager
-        given = place_key(input, coords, self.kernel_generator)
+        given = place_key(input, manager, coords, self.kernel_generator)
         key = ends(input.key, given, manager, self.kernel_generator)
         out = depthwise_convolution(input.F, self.kernel, manager.plan(input.key, key, self.kernel_generator))
         if self.bias is not None:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.arguments import no_batch
+from sparseconv.interop.arguments import settled
 from sparseconv.interop.minkowski.coordinate_map import divided
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
+from sparseconv.interop.minkowski.traced import same
 from sparseconv.kinds import described
 
 #: coordinates that a layer is given for its output: (M, 1+D), a key of the same manager, or a tensor with one
@@ -27,22 +29,22 @@ def check_input(input: Any, dimension: int | None) -> None:
 
 
 def place_key(
-    input: SparseTensor, coordinates: Place | None, kernel: KernelGenerator, transposed: bool = False
+    input: SparseTensor, manager: Any, coordinates: Place | None, kernel: KernelGenerator, transposed: bool = False
 ) -> CoordinateMapKey | None:
     """The key of given coordinates, which lie at the output's tensor stride; None where there are none."""
     if coordinates is None or isinstance(coordinates, CoordinateMapKey):
         return coordinates
     if isinstance(coordinates, SparseTensor):
-        if coordinates.coordinate_manager is not input.coordinate_manager:
+        if not same(coordinates.coordinate_manager, manager):
             raise ValueError("the tensor whose coordinates the output takes has another coordinate manager")
         return coordinates.key
     if not isinstance(coordinates, torch.Tensor):
         raise TypeError(
             f"coordinates must be a tensor (M, 1+D), a CoordinateMapKey or a SparseTensor; got {coordinates!r}"
         )
-    own, steps = input.tensor_stride, kernel.kernel_stride
+    own, steps = input.tensor_stride, settled(kernel.kernel_stride)
     stride = divided(own, steps) if transposed else [t * s for t, s in zip(own, steps)]
-    return input.coordinate_manager.insert_and_map(coordinates, stride)[0]
+    return manager.insert_and_map(coordinates, stride)[0]
 
 
 def ends(

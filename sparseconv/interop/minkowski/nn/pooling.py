@@ -108,7 +108,7 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
     def forward(self, input: SparseTensor, coordinates: Place | None = None) -> SparseTensor:
         check_input(input, self.dimension)
         kernel, manager, transposed = self.kernel_generator, input.coordinate_manager, self.is_transpose
-        given = place_key(input, coordinates, kernel, transposed)
+        given = place_key(input, manager, coordinates, kernel, transposed)
         key = ends(input.key, given, manager, kernel, transposed, transposed and kernel.expand_coordinates)
         out = _pool(input.F, self.pooling_mode, kernel, input.key, key, manager, transposed)
         return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)

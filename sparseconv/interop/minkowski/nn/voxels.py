@@ -42,8 +42,9 @@ class MinkowskiPruning(MinkowskiModuleBase):
     def forward(self, input: SparseTensor, mask: torch.Tensor) -> SparseTensor:
         """A `SparseTensor` and mask (N,) bool on its device -> the voxels that stay."""
         check_input(input, None)
-        key = input.coordinate_manager.prune(input.key, mask)
-        return SparseTensor(input.F[mask], coordinate_map_key=key, coordinate_manager=input.coordinate_manager)
+        manager = input.coordinate_manager
+        key = manager.prune(input.key, mask)
+        return SparseTensor(input.F[mask], coordinate_map_key=key, coordinate_manager=manager)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.arguments import INTEGERS, checked_coords, no_batch, own
-from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.grid import VoxelGrid, left_trace
 from sparseconv.interop.arguments import axes, check_order, whole
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside, place_in_trace
 from sparseconv.interop.spconv.pytorch.tracing import Traced
 from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import exporting
+from sparseconv.torch_private import exporting, tracing
 
 #: one class here stands for both of spconv's
 ImplicitGemmIndiceData = IndiceData
@@ -68,6 +68,8 @@ class SparseConvTensor(metaclass=Traced):
             raise ValueError(
                 f"features must be (N, C) and indices (N, 1+D); got {tuple(features.shape)} and {tuple(indices.shape)}"
             )
+        if tracing():
+            torch._check(features.shape[0] == indices.shape[0])
         self._features = features
         self._indices: torch.Tensor | None = None
         self._voxels: Place | None = None
@@ -80,6 +82,8 @@ class SparseConvTensor(metaclass=Traced):
                 f"of indices {tuple(indices.shape)}{advice}"
             )
         (self.batch_size,) = whole([batch_size], "batch_size", 1)
+        if tracing():
+            self._voxels = self._place()
         self.grid: torch.Tensor | None = torch.Tensor() if grid is None else grid
         self.voxel_num = voxel_num
         self.indice_dict: dict[str, Any] = {} if indice_dict is None else indice_dict
@@ -101,6 +105,10 @@ class SparseConvTensor(metaclass=Traced):
         """The grid, and the tensor of indices that it goes with; made anew where the client wrote to that tensor, or
         gave this one another batch size."""
         kept = self._voxels
+        if tracing():
+            return place_in_trace(self._indices, kept, self.batch_size)
+        if kept is not None and left_trace(kept.voxels):
+            kept = self._voxels = None if self._indices is not None else kept.left()
         if kept is None and region.begins_with(self):
             kept = self._voxels
         if kept is None or kept.voxels.batch_size != self.batch_size or not kept.is_fresh():
@@ -141,6 +149,8 @@ class SparseConvTensor(metaclass=Traced):
         """(N, 1+D) int32, which the client may write to: where a plan's own are behind it, a copy of them, made at the
         first reading."""
         handed = self._indices
+        if handed is None and tracing():
+            return self._place().voxels.coords
         if handed is None:
             voxels = self._place().voxels
             handed = self._indices = own(voxels.coords)
@@ -152,7 +162,7 @@ class SparseConvTensor(metaclass=Traced):
         check_tensor("indices", value, "(N, 1+D) integers")
         if value.dtype != torch.int32:
             value = checked_coords(value)
-        elif value.is_inference():  # which tells nobody that it was written to
+        elif not tracing() and value.is_inference():  # which tells nobody that it was written to
             value = own(value)
         self._indices = value
         self._voxels = None
@@ -218,6 +228,8 @@ class SparseConvTensor(metaclass=Traced):
         other = self.replace_feature(self.features[valid_indices])
         coords = self.voxels.coords if self._indices is None else self._indices
         other.indices, other.indice_dict = coords[valid_indices], {}
+        if tracing():
+            other._voxels = other._place()
         return other
 
     def minus(self) -> SparseConvTensor:
@@ -270,6 +282,10 @@ class SparseConvTensor(metaclass=Traced):
 
     def dense(self, channels_first: bool = True) -> torch.Tensor:
         """(B, C, *spatial), or (B, *spatial, C); zero where there is no voxel. Differentiable."""
+        if tracing():
+            voxels: Any = self.voxels
+            dense = voxels.dense(self.features, [0] * len(self.spatial_shape), self.spatial_shape)
+            return dense if channels_first else dense.movedim(1, -1).contiguous()
         if isinstance(self.spatial_shape, region.Shape):
             raise ValueError("within a captured call, a dense volume must have the same spatial shape in every scene")
         dense = self.voxels.to_dense(self.features, self.spatial_shape)

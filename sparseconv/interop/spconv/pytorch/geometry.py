@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sparseconv import transforms
+from sparseconv.compiler.traced import TracedGrid, TracedPlan
 from sparseconv.geometry.arguments import own
 from sparseconv.geometry.fixed_grid import FixedGrid
-from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.grid import VoxelGrid, left_trace
 from sparseconv.geometry.grid_cache import known, remember
 from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.interop.arguments import is_unwritten
@@ -19,7 +20,7 @@ from sparseconv.nn.capturing.region import Shape, own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
-from sparseconv.torch_private import exporting
+from sparseconv.torch_private import exporting, surely, tracing
 
 
 class Voxels(Protocol):
@@ -50,6 +51,8 @@ def find_plan(
     Raises:
         ValueError: an output shape without any cell.
     """
+    if tracing():
+        return plan_in_trace(grid, window, out_shape, subm, transposed)
     if subm:
         return shared_plan(grid, window.kernel_size, dilation=window.dilation)
     ends = out_shape.limits.row(out_shape) if isinstance(out_shape, Shape) and isinstance(grid, FixedGrid) else None
@@ -65,6 +68,29 @@ def find_plan(
     )
     if transposed and ends is not None and isinstance(plan.target, FixedGrid):
         plan.target.end_at(ends)
+    return plan
+
+
+def plan_in_trace(
+    grid: Any, window: LayerWindow, out_shape: Sequence[int], subm: bool, transposed: bool
+) -> ConvolutionPlan:
+    """`find_plan` while torch traces, where a shape may be known to the run of the program alone."""
+    kernel, step, pad, gap = window
+    if subm:
+        step, pad, out_shape = (1,), (), []
+    elif any([surely(cells < 1) for cells in out_shape]):
+        size = {"kernel_size": kernel, "stride": step, "padding": pad, "dilation": gap}
+        raise ValueError(f"a window of {size} leaves no cell of the output: its shape would be {tuple(out_shape)}")
+    wanted = (subm, transposed, *kernel, *step, *pad, *gap, *out_shape)
+    made = grid.derived.setdefault("spconv", [])
+    for numbers, plan in made:  # there is no telling them apart by a key: nobody may know the numbers yet
+        if len(numbers) == len(wanted) and all([surely(a == b) for a, b in zip(numbers, wanted)]):
+            return plan
+    if subm:
+        plan = grid.plan_type(grid, kernel, dilation=gap)
+    else:
+        plan = grid.plan_type.within(grid, out_shape, kernel, transposed, stride=step, padding=pad, dilation=gap)
+    made.append((wanted, plan))
     return plan
 
 
@@ -97,6 +123,10 @@ class Place(NamedTuple):
         place = cls(indices, *found)
         return place if place.is_fresh() else None
 
+    def left(self) -> Place:
+        """These voxels after the trace that made them."""
+        return self._replace(voxels=self.voxels.real) if left_trace(self.voxels) else self  # type: ignore[attr-defined]
+
     def is_fresh(self) -> bool:
         """Whether the indices are still those of the voxels, see `is_unwritten`."""
         return self.indices is None or is_unwritten(self.indices, self.version, self.voxels.coords)
@@ -118,8 +148,25 @@ def _travelled(indices: torch.Tensor | None, voxels: VoxelGrid) -> Place:
     return Place(indices, indices._version, voxels)
 
 
+def place_in_trace(indices: torch.Tensor | None, kept: Place | None, items: int) -> Place:
+    """The voxels of a tensor while torch traces; nothing of it is written into one that was made before.
+
+    A client's indices of then are looked at anew, since the program runs again after he wrote to them.
+    """
+    if kept is not None and isinstance(kept.voxels, TracedGrid) and kept.voxels.batch_size == items:
+        return kept
+    if indices is None and kept is not None:
+        return Place(None, 0, TracedGrid.of(kept.voxels))
+    assert indices is not None
+    return Place(indices, 0, VoxelGrid(indices, items))
+
+
 def check_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
     """Raise ValueError where a voxel lies outside of [0, shape); looked at once for a grid, which knows its extent."""
+    if tracing():
+        if isinstance(voxels, TracedGrid):
+            voxels.lie_within(shape)
+        return
     key = ("inside", tuple(shape))
     if key not in voxels.derived:
         _look_inside(voxels, shape)
@@ -158,7 +205,7 @@ class IndiceData:
         algo: ConvAlgo,
         window: LayerWindow,
     ) -> None:
-        self.plan, self.place, self.out_place = plan, place, out_place
+        self._plan, self._place, self._out_place = plan, place, out_place
         self._ends = (plan.source, plan.target)  # a plan that its grid keeps does not keep that grid
         self.spatial_shape, self.out_spatial_shape = own_shape(spatial_shape), own_shape(out_spatial_shape)
         self.is_subm, self.algo, self.window = is_subm, algo, window
@@ -166,9 +213,23 @@ class IndiceData:
         self.dilation, self.padding = list(window.dilation), list(window.padding)
         self.voxel_num = None
 
+    @property
+    def plan(self) -> ConvolutionPlan:
+        return self._plan.real if isinstance(self._plan, TracedPlan) and not tracing() else self._plan
+
+    @property
+    def place(self) -> Place:
+        return self._place.left()
+
+    @property
+    def out_place(self) -> Place:
+        return self._out_place.left()
+
     def inverse_plan(self) -> ConvolutionPlan:
         """The plan reversed, kept with the grid that it leads back to."""
-        fine, coarse = self._ends
+        if tracing():
+            return self.plan.transpose()
+        fine, coarse = self.plan.source, self.plan.target
         key = ("back within", self.window, tuple(self.out_spatial_shape), self.plan.is_transposed)
         plan = fine.derived.get(key)
         if plan is None or plan.source is not coarse:

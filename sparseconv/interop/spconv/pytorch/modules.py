@@ -14,7 +14,7 @@ from sparseconv.interop.spconv.pytorch.joined import in_inference, norm_and_relu
 from sparseconv.interop.spconv.pytorch.tracing import leaf, proxy_among, recorded
 from sparseconv.nn.capturing.region import register_layers
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.torch_private import BatchNormBase
+from sparseconv.torch_private import BatchNormBase, surely
 
 #: what norms and activations take
 EITHER = "a SparseConvTensor or features"
@@ -150,7 +150,7 @@ def _first(module: Any, following: Any, third: Any, input: Any) -> tuple[Any, in
         return module.convolved(input, joined), 2 if joined.epilogue is None else 3
     if type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
         return input.replace_feature(y), 2
-    if isinstance(module, BatchNormBase) and module.training and not input.features.shape[0]:
+    if isinstance(module, BatchNormBase) and module.training and surely(input.features.shape[0] == 0):
         return input, 1
     return input.replace_feature(module(input.features)), 1
 

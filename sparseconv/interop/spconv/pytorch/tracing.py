@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch.fx import Proxy, ProxyableClassMeta
 
+from sparseconv.torch_private import tracing
+
 
 class Traced(ProxyableClassMeta):
     """Of a class whose objects are proxies where they are made of proxies."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if tracing():  # Dynamo does not follow type.__call__
+            made: Any = object.__new__(cls)  # type: ignore[arg-type]
+            made.__init__(*args, **kwargs)
+            return made
         proxy = proxy_among([*args, *kwargs.values()])
         if proxy is None:
             return type.__call__(cls, *args, **kwargs)

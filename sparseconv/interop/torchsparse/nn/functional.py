@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sparseconv import transforms
 from sparseconv.geometry.arguments import INTEGERS, numbers, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, is_unwritten, lower_corners
+from sparseconv.interop.arguments import axes, is_unwritten, lower_corners, settled
 from sparseconv.interop.torchsparse import geometry
 from sparseconv.interop.torchsparse.conventions import (
     Version,
@@ -22,6 +23,7 @@ from sparseconv.interop.torchsparse.conventions import (
 from sparseconv.interop.torchsparse.nn import conv_config
 from sparseconv.interop.torchsparse.nn.conv_config import Dataflow
 from sparseconv.interop.torchsparse.tensor import (
+    Ints,
     SparseTensor,
     Strides,
     TensorCache,
@@ -36,6 +38,7 @@ from sparseconv.interop.torchsparse.tensor import (
 from sparseconv.kinds import check_values
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
+from sparseconv.torch_private import tracing
 
 __all__ = [
     "Dataflow",
@@ -110,6 +113,13 @@ def conv3d(
         product = input.feats @ weight.reshape(weight.shape[-2:])
         return input.like(product if bias is None else product + bias.to(product.dtype))
     taps = weight if weight.ndim == 3 else weight[None]
+    if tracing():
+        size = settled(kernel), settled(steps), settled(pad), settled(gap)
+        made = (
+            None if generative else _recorded(input, caches, taps, bias, *size, geometry.Modes.of(config), transposed)
+        )
+        given = input, weight, kernel_size, bias, stride, padding, dilation, config, transposed, generative
+        return transforms.eagerly(conv3d, *given) if made is None else made
     finer = divided(input.stride, steps)
     if transposed and not generative:
         plan = caches.kmaps.get((finer, kernel, steps, gap))
@@ -163,6 +173,59 @@ def conv3d(
     caches.cmaps.setdefault(coarser, (made.coords, extent))
     made.keep(plan.target)
     return made
+
+
+def _recorded(
+    input: SparseTensor,
+    caches: Any,
+    taps: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernel: Ints,
+    steps: Ints,
+    pad: Ints,
+    gap: Ints,
+    modes: geometry.Modes,
+    transposed: bool,
+) -> SparseTensor | None:
+    """What a layer does while torch traces; None where it must not be traced, or has an error to tell."""
+    stride = settled(input.stride)  # type: ignore[arg-type]
+    held = caches.grids.get(stride)
+    if held is None or held[0] is not input.coords:
+        return None
+    grid, taps = held[1], geometry.boxed(taps, kernel)
+    if transposed:
+        finer = tuple([a // b for a, b in zip(stride, steps)])
+        plan, known = caches.kmaps.get((finer, kernel, steps, gap)), caches.cmaps.get(finer)
+        if plan is None or known is None or plan.target is not grid:
+            return None
+        feats = plan.transpose().execute(input.feats, taps, bias)
+        return SparseTensor.made(feats, known[0], finer, known[1], caches)
+    if stride not in caches.cmaps:
+        caches.cmaps[stride] = input.coords, input.spatial_range
+    key = stride, kernel, steps, gap
+    plan, extent = caches.kmaps.get(key), input.spatial_range
+    if steps == (1, 1, 1):
+        if plan is None or plan.source is not grid:
+            plan = caches.kmaps[key] = geometry.submanifold(grid, kernel, gap, modes)
+        return SparseTensor.made(plan.execute(input.feats, taps, bias), input.coords, stride, extent, caches)
+    coarser = tuple([a * b for a, b in zip(stride, steps)])
+    if plan is None or plan.source is not grid:
+        found = geometry.strided_in_trace(grid, kernel, steps, pad, gap, extent, modes)
+        if found is None:
+            return None
+        plan, extent = found
+        caches.kmaps[key] = plan
+        caches.cmaps[stride] = input.coords, input.spatial_range
+        coords = outer(plan.target, coarser)
+        if coarser not in caches.cmaps:
+            caches.cmaps[coarser] = coords, extent
+        caches.grids[coarser] = coords, plan.target
+    elif coarser not in caches.grids or caches.grids[coarser][1] is not plan.target:
+        return None
+    else:
+        extent = caches.cmaps[coarser][1]
+    feats = plan.execute(input.feats, taps, bias)
+    return SparseTensor.made(feats, caches.grids[coarser][0], coarser, extent, caches)
 
 
 def _listed(kmaps: dict) -> str:

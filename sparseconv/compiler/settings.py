@@ -1,0 +1,108 @@
+"""Dynamo's settings while it traces for this backend, and only then."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from sparseconv.torch_private import any_module_hook
+
+#: what Dynamo must do for programs of this library
+WANTED: dict[str, Any] = {
+    "capture_scalar_outputs": True,  # a spatial shape that the client reads from its coordinates
+    "capture_dynamic_output_shape_ops": True,  # numbers of voxels
+    "assume_static_by_default": False,  # the first scene's number of voxels is a symbol
+    "specialize_float": True,
+    "skip_nnmodule_hook_guards": False,  # hooks that are added later
+    "allow_unspec_int_on_nn_module": True,  # counters
+    "recompile_limit": 16,
+}
+
+
+def while_tracing() -> None:
+    """Called by what a trace follows, where it meets the first grid: have Dynamo start anew with these settings, and
+    leave the frame to Python where somebody hooks every module, which Dynamo does not do.
+
+    Other backends trace as they please.
+    """
+    from torch._dynamo import exc, symbolic_convert, types
+
+    compiler: Any = symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
+    while (inner := getattr(compiler, "_torchdynamo_orig_backend", getattr(compiler, "compiler_fn", None))) is not None:
+        compiler = inner
+    if getattr(compiler, "__module__", None) != f"{__package__}.backend":
+        return
+    if any_module_hook():
+        skipped = exc.SkipFrame("a hook is called around every module")
+        skipped.frame_exec_strategy = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)
+        raise skipped
+    as_settled()
+
+
+#: Dynamo runs such a function and takes its result for a constant; see torch.compiler.assume_constant_result
+while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+_open: list[contextlib.ExitStack] = []
+
+
+def as_settled() -> None:
+    """Return where Dynamo traced with these settings; else set them, and have it trace this frame anew."""
+    from torch._dynamo import callback, config, exc, symbolic_convert
+
+    if all(getattr(config, name) == value for name, value in WANTED.items()):
+        return
+    stack = contextlib.ExitStack()
+    stack.enter_context(config.patch(**WANTED))
+    stack.enter_context(_norms_of_unknown_rows())
+    _open.append(stack)
+    if _unset not in callback.callback_handler.end_callbacks:
+        callback.on_compile_end(_unset)
+    symbolic_convert.InstructionTranslator.current_tx().speculation_log.clear()  # other settings break elsewhere
+    raise exc.TensorifyScalarRestartAnalysis(restart_reason="sparseconv: settings of this backend")
+
+
+def _unset(_: Any) -> None:
+    while _open:
+        _open.pop().close()
+
+
+@contextlib.contextmanager
+def _norms_of_unknown_rows() -> Any:
+    """torch's batch norm asks whether there is one row, before it asks anything else: nobody knows while it traces.
+
+    Where the program runs, `batch_norm` asks the same of the scene.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    functional: Any = torch.nn.functional
+    asked = functional._verify_batch_size
+
+    def verify(size: Any) -> None:
+        rows = size[0]
+        for n in size[2:]:
+            rows = rows * n
+        if guard_or_false(rows == 1):
+            asked(size)
+
+    functional._verify_batch_size = verify
+    try:
+        yield
+    finally:
+        functional._verify_batch_size = asked
+
+
+def _batch_norm(
+    input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn: bool
+) -> Any:
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    if has_free_unbacked_symbols(input):  # else it asks whether there is a row
+        return torch.ops.aten.native_batch_norm.default(input, weight, bias, mean, var, training, momentum, eps)[0]
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    given = input, weight, bias, mean, var, training, momentum, eps, cudnn
+    return torch.ops.aten.batch_norm.default._op_dk(key, *given)
+
+
+torch.ops.aten.batch_norm.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_batch_norm)

@@ -1,0 +1,192 @@
+"""torch.compile(..., backend="sparseconv") beside eager: values, gradients and buffers over scenes of many sizes.
+
+Rows that are no voxels hold NaN in what is compiled (``poison``): whatever reads one of them shows it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import sparseconv as sc
+from sparseconv import nn
+
+SIZES = (300, 280, 310, 700, 20)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def scene(seed: int, voxels: int) -> sc.SparseTensor:
+    generator = torch.Generator().manual_seed(seed)
+    items = torch.randint(0, 2, (voxels, 1), generator=generator)
+    cells = torch.randint(0, 12, (voxels, 3), generator=generator)
+    coords = torch.unique(torch.cat([items, cells], 1), dim=0)
+    coords = coords[torch.randperm(len(coords), generator=generator)].int()
+    features = torch.randn(len(coords), 4, generator=generator, dtype=torch.float64)
+    return sc.SparseTensor(sc.VoxelGrid(coords, 2), features)
+
+
+class Head(torch.nn.Module):
+    """A convolution and a norm, and a function of their features."""
+
+    def __init__(self, function: Any, **parts: torch.nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.function = nn.SubmanifoldConv(4, 8, 3), nn.BatchNorm(8), function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: sc.SparseTensor) -> Any:
+        return self.function(self, self.norm(self.conv(x)))
+
+
+def flat(found: Any) -> list[torch.Tensor]:
+    if isinstance(found, sc.SparseTensor):
+        return [found.features, found.grid.coords]
+    return [found] if isinstance(found, torch.Tensor) else [t for part in found for t in flat(part)]
+
+
+def step(module: torch.nn.Module, call: Any, x: sc.SparseTensor, trains: bool) -> list[torch.Tensor]:
+    features = x.features.clone().requires_grad_(trains)
+    module.zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(trains):
+        found = flat(call(sc.SparseTensor(x.grid, features)))
+        if trains:
+            loss = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in found if t.requires_grad)
+            loss.backward()  # type: ignore[union-attr]
+    grads = [p.grad for p in module.parameters() if p.grad is not None] if trains else []
+    return [t.detach().clone() for t in (*found, *([features.grad] if trains else []), *grads, *module.buffers())]
+
+
+def compare(make: Any, *, trains: bool, sizes: tuple[int, ...] = SIZES, replays: bool = True) -> torch.nn.Module:
+    module = make().double().train(trains)
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="sparseconv", options={"poison": True})
+    for seed, voxels in enumerate(sizes):
+        x = scene(seed, voxels)
+        ours, theirs = step(module, compiled, x, trains), step(eager, eager, x, trains)
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs):
+            assert mine.shape == other.shape
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+    if replays:
+        assert "replayed" in nn.explain(module)
+    return module
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_u_net_is_one_program(trains: bool) -> None:
+    module = compare(lambda: nn.UNet(4, 3, channels=(8, 16)), trains=trains)
+    assert nn.explain(module).count("program") == 1
+
+
+POOLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sum, then average": (lambda m, y: m.second(m.first(y)), {"first": nn.AvgPool(2), "second": nn.SumPool(2)}),
+    "maximum": (lambda m, y: m.pool(y), {"pool": nn.MaxPool(3, 2)}),
+    "group and instance norm": (lambda m, y: m.b(m.a(y)), {"a": nn.GroupNorm(2, 8), "b": nn.InstanceNorm(8)}),
+    "mean of items": (lambda m, y: m.pool(y), {"pool": nn.GlobalAvgPool()}),
+    "maximum of items": (lambda m, y: m.pool(y), {"pool": nn.GlobalMaxPool()}),
+    "dense": (lambda m, y: y.to_dense((12, 12, 12)), {}),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_and_norms_of_items(name: str) -> None:
+    function, parts = POOLS[name]
+    compare(lambda: Head(function, **copy.deepcopy(parts)), trains=True)
+
+
+ROWS: dict[str, Any] = {
+    "a number of rows": lambda m, y: y.features * (1 + 0.1 * math.log2(len(y.features) / 1000)),
+    "a mean": lambda m, y: y.features - y.features.mean(0),
+    "a sum": lambda m, y: y.features / (1 + y.features.abs().sum(0)),
+    "a softmax": lambda m, y: y.features.softmax(0),
+    "a largest value": lambda m, y: y.features - y.features.max(),
+    "a product over rows": lambda m, y: y.features.T @ y.features,
+    "channels side by side": lambda m, y: torch.cat([y.features[:, 2:5], y.features.relu()], 1),
+    "a norm of channels": lambda m, y: torch.nn.functional.layer_norm(y.features, (8,)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_looks_along_the_rows_sees_live_ones(name: str) -> None:
+    compare(lambda: Head(ROWS[name]), trains=True)
+
+
+OTHERS: dict[str, Any] = {
+    "a mask": lambda m, y: y.features[y.features[:, 0] > 0],
+    "the first rows": lambda m, y: y.features[:16],
+    "rows in order": lambda m, y: y.features.sort(0).values,
+    "a branch on rows": lambda m, y: y.features if len(y.features) > 100 else y.features * 2,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_no_region_holds_runs_beside_it(name: str) -> None:
+    compare(lambda: Head(OTHERS[name]), trains=True, replays=False)
+
+
+def test_few_voxels_and_none() -> None:
+    compare(lambda: Head(lambda m, y: y), trains=True, sizes=(300, 1, 2, 300, 1, 3), replays=False)
+
+
+def test_two_calls_before_their_gradients() -> None:
+    module = Head(lambda m, y: y.features.tanh()).double()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="sparseconv")
+    for seed in range(4):
+        for call in (compiled, eager):
+            first, second = call(scene(seed, 300)), call(scene(seed + 10, 250))
+            (first.sum() + (second * 2).square().sum()).backward()
+    for mine, other in zip(module.parameters(), eager.parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_have_gradients() -> None:
+    module = Head(lambda m, y: y.features.tanh()).double()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="sparseconv")
+    for seed in range(3):
+        for call in (compiled, eager):
+            x = scene(seed, 200)
+            z = x.features.clone().requires_grad_()
+            (grad,) = torch.autograd.grad(call(sc.SparseTensor(x.grid, z)).square().sum(), z, create_graph=True)
+            grad.square().sum().backward()
+    for mine, other in zip(module.parameters(), eager.parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_a_hook_of_every_module_is_called() -> None:
+    module = Head(lambda m, y: m.linear(y.features), linear=torch.nn.Linear(8, 8)).double().eval()
+    compiled = torch.compile(module, backend="sparseconv")
+    x = scene(0, 100)
+    plain = [compiled(x) for _ in range(3)][-1]
+    of_linear = torch.nn.modules.module.register_module_forward_hook(
+        lambda part, given, found: found * 3 if isinstance(part, torch.nn.Linear) else None
+    )
+    try:
+        torch.testing.assert_close(compiled(x), plain * 3)
+    finally:
+        of_linear.remove()
+
+
+def test_settings_of_dynamo_are_as_before() -> None:
+    config = torch._dynamo.config
+    before = (config.capture_scalar_outputs, config.assume_static_by_default, config.skip_nnmodule_hook_guards)
+    compare(lambda: Head(lambda m, y: y), trains=False, sizes=(100, 90))
+    assert before == (config.capture_scalar_outputs, config.assume_static_by_default, config.skip_nnmodule_hook_guards)
+
+
+def test_unknown_options_are_refused() -> None:
+    module = Head(lambda m, y: y).double()
+    with pytest.raises(Exception, match="options"):
+        torch.compile(module, backend="sparseconv", options={"poisson": True})(scene(0, 50))

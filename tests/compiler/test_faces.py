@@ -1,0 +1,259 @@
+"""Networks under the names of other libraries, compiled by the backend "sparseconv" beside eager ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import sparseconv.interop.minkowski as ME
+import sparseconv.interop.spconv.pytorch as spconv
+import sparseconv.interop.torchsparse as torchsparse
+import sparseconv.interop.torchsparse.nn as spnn
+from sparseconv import nn
+
+SIZES = (300, 210, 320, 40, 305, 90)
+SHAPE = [13, 12, 11]
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def scene(number: int, items: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features (N, 4) fp64 and coords (N, 4) int32, the batch first, in no order."""
+    generator = torch.Generator().manual_seed(number)
+    size = SIZES[number % len(SIZES)]
+    columns = [torch.randint(0, n, (size, 1), generator=generator) for n in (items, *SHAPE)]
+    coords = torch.unique(torch.cat(columns, 1), dim=0)
+    coords = coords[torch.randperm(len(coords), generator=generator)].int()
+    return torch.randn(len(coords), 4, dtype=torch.float64, generator=generator), coords
+
+
+def numbers(results) -> list[torch.Tensor]:
+    results = results if isinstance(results, (tuple, list)) else [results]
+    return [r if isinstance(r, torch.Tensor) else r.features if hasattr(r, "features") else r.feats for r in results]
+
+
+def run(net, call, number, training):
+    net.zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(training):
+        made = numbers(call(*scene(number)))
+    if training:
+        sum(t.square().sum() for t in made).backward()
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    return [t.detach() for t in made], grads, [b.clone() for b in net.buffers()]
+
+
+def compare(net, make=lambda call, f, c: call(f, c), training=True, replays=True):
+    """Results, gradients and buffers of a network and of its compiled copy, dead rows being NaN in the latter."""
+    net = net.double().train(training)
+    other = copy.deepcopy(net)
+    compiled = torch.compile(net, backend="sparseconv", options={"poison": True})
+    for number in range(len(SIZES)):
+        ours = run(net, lambda f, c: make(compiled, f, c), number, training)
+        theirs = run(other, lambda f, c: make(other, f, c), number, training)
+        for got, wanted, atol in zip(ours, theirs, (1e-12, 1e-11, 1e-12)):
+            assert len(got) == len(wanted)
+            for a, b in zip(got, wanted):
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=atol)
+    if replays:
+        assert "replayed" in nn.explain(net), nn.explain(net)
+
+
+class OfSpconv(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = spconv.SparseSequential(
+            spconv.SubMConv3d(4, 8, 3, bias=False, indice_key="a"), torch.nn.BatchNorm1d(8), torch.nn.ReLU()
+        )
+        self.same = spconv.SubMConv3d(8, 8, 3, indice_key="a")
+        self.down = spconv.SparseSequential(
+            spconv.SparseConv3d(8, 12, 3, 2, 1, indice_key="d"), spconv.SparseBatchNorm(12), spconv.SparseReLU()
+        )
+        self.up = spconv.SparseInverseConv3d(12, 8, 3, indice_key="d")
+        self.one = spconv.SubMConv3d(16, 8, 1)
+        self.end = spconv.SparseConv3d(8, 6, (3, 1, 1), (2, 1, 1), 0)
+
+    def layers(self, x):
+        fine = self.same(self.stem(x))
+        fine = fine + self.stem(x)
+        up = self.up(self.down(fine))
+        both = self.one(up.replace_feature(torch.cat([up.features, fine.features], 1)))
+        return both.features, self.end(both).dense()
+
+    def forward(self, f, c):
+        return self.layers(spconv.SparseConvTensor(f, c, SHAPE, 2))
+
+
+class OfTensors(OfSpconv):
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_spconv(training):
+    compare(OfSpconv(), training=training)
+
+
+def test_spconv_of_tensors_that_were_made_before():
+    kept = []
+
+    def make(call, f, c):
+        x = spconv.SparseConvTensor(f, c, SHAPE, 2)
+        if len(kept) % 3 == 1:
+            x.voxels
+        before = dict(vars(x))
+        made = call(x)
+        kept.append(x)
+        if call is not None and not isinstance(call, OfTensors):
+            assert vars(x) == before
+        return made
+
+    compare(OfTensors(), make)
+
+
+def test_a_tensor_of_spconv_that_left_goes_on():
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.d = (
+                spconv.SubMConv3d(4, 8, 3, indice_key="a"),
+                spconv.SparseConv3d(8, 8, 3, 2, 1, indice_key="d"),
+            )
+            self.u = spconv.SparseInverseConv3d(8, 4, 3, indice_key="d")
+            self.b = spconv.SubMConv3d(8, 8, 3, indice_key="b")
+
+        def forward(self, f, c):
+            return self.d(self.a(spconv.SparseConvTensor(f, c, SHAPE, 2)))
+
+    net = Encoder().double()
+    compiled = torch.compile(net, backend="sparseconv")
+    for number in range(4):
+        f, c = scene(number)
+        ours, theirs = compiled(f, c), net(f, c)
+        assert torch.equal(ours.indices, theirs.indices)
+        assert ours.spatial_shape == theirs.spatial_shape
+        assert ours.indice_dict.keys() == theirs.indice_dict.keys()
+        for layer in (net.b, net.u):
+            ours, theirs = layer(ours), layer(theirs)
+            torch.testing.assert_close(ours.features, theirs.features, rtol=1e-12, atol=1e-12)
+        assert torch.equal(ours.indices, theirs.indices)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [spconv.SparseInverseConv3d(4, 4, 3, indice_key="none")],
+        lambda: [spconv.SubMConv3d(4, 4, 3, indice_key="a"), spconv.SubMConv3d(4, 4, 5, indice_key="a")],
+        lambda: [spconv.SubMConv3d(4, 4, 3, indice_key="a"), spconv.SparseInverseConv3d(4, 4, 3, indice_key="a")],
+        lambda: [spconv.SparseConv3d(4, 4, 3, 2, 1, indice_key="a"), spconv.SparseConv3d(4, 4, 3, indice_key="a")],
+        lambda: [
+            spconv.SparseConv3d(4, 4, 3, 2, 1, indice_key="a"),
+            spconv.SparseInverseConv3d(4, 4, 1, indice_key="a"),
+        ],
+        lambda: [spconv.SubMConv3d(5, 4, 3)],
+    ],
+)
+def test_errors_of_spconv_are_those_of_eager_layers(layers):
+    net = spconv.SparseSequential(*layers()).double()
+
+    def call(x, indices):
+        return net(spconv.SparseConvTensor(x, indices, SHAPE, 2)).features
+
+    with pytest.raises((ValueError, RuntimeError)) as eager:
+        call(*scene(0))
+    with pytest.raises((ValueError, RuntimeError)) as compiled:
+        torch.compile(call, backend="sparseconv")(*scene(0))
+    assert type(compiled.value) is type(eager.value)
+    assert str(compiled.value) == str(eager.value)
+
+
+def test_indices_outside_of_the_shape_are_an_error_in_the_program_too():
+    net = spconv.SubMConv3d(4, 4, 3).double()
+
+    @torch.compile(backend="sparseconv")
+    def call(x, indices):
+        return net(spconv.SparseConvTensor(x, indices, SHAPE, 2)).features
+
+    for number in range(3):
+        call(*scene(number))
+    f, c = scene(0)
+    c[5, 1] = SHAPE[0]
+    with pytest.raises(ValueError, match="must lie within spatial_shape"):
+        call(f, c)
+
+
+class OfMinkowski(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        make = {"dimension": 3}
+        self.c, self.n = ME.MinkowskiConvolution(4, 8, kernel_size=3, **make), ME.MinkowskiBatchNorm(8)
+        self.d = ME.MinkowskiConvolution(8, 8, kernel_size=2, stride=2, **make)
+        self.e = ME.MinkowskiConvolution(8, 8, kernel_size=3, dilation=2, bias=True, **make)
+        self.u = ME.MinkowskiConvolutionTranspose(8, 8, kernel_size=2, stride=2, **make)
+        self.r, self.f = ME.MinkowskiReLU(), ME.MinkowskiConvolution(16, 5, kernel_size=1, bias=True, **make)
+
+    def forward(self, x):
+        y = self.r(self.n(self.c(x)))
+        z = self.u(self.r(self.e(self.d(y))))
+        return self.f(ME.cat(z + y, y)).F
+
+    def made(self, f, c):
+        return self(ME.SparseTensor(f, c))
+
+
+def tensor_of_minkowski(call, f, c):
+    return call(ME.SparseTensor(f, c))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_minkowski(training):
+    compare(OfMinkowski(), tensor_of_minkowski, training)
+
+
+def test_minkowski_merges_points_before_the_program():
+    class Net(OfMinkowski):
+        def forward(self, f, c):
+            return super().forward(ME.SparseTensor(f, c))
+
+    compare(Net(), lambda call, f, c: call(torch.cat([f, f[:9]]), torch.cat([c, c[:9]])))
+
+
+class OfTorchsparse(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c, self.n, self.r = spnn.Conv3d(4, 8, 3), spnn.BatchNorm(8), spnn.ReLU(True)
+        self.d, self.e = spnn.Conv3d(8, 8, 2, stride=2), spnn.Conv3d(8, 8, 3)
+        self.t = spnn.Conv3d(8, 8, 3, stride=2, padding=1)
+        self.v = spnn.Conv3d(8, 8, 3, stride=2, padding=1, transposed=True)
+        self.u = spnn.Conv3d(8, 8, 2, stride=2, transposed=True)
+
+    def forward(self, x):
+        y = self.r(self.n(self.c(x)))
+        z = self.e(self.d(y))
+        z = z + self.v(self.t(z))
+        return torchsparse.cat([self.u(z), y]).F
+
+
+class FromCoordinates(OfTorchsparse):
+    def forward(self, f, c):
+        return super().forward(torchsparse.SparseTensor(f, c))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_torchsparse(training):
+    compare(OfTorchsparse(), lambda call, f, c: call(torchsparse.SparseTensor(f, c)), training)
+
+
+def test_torchsparse_from_coordinates():
+    compare(FromCoordinates())
+
+
+def test_torchsparse_within_a_range():
+    extent = (2, *SHAPE)
+    compare(OfTorchsparse(), lambda call, f, c: call(torchsparse.SparseTensor(f, c, 1, extent)))
