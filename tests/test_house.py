@@ -37,6 +37,7 @@ FLOORS = {
     "ops": 5,
     "distributed": 5,
     "info": 5,
+    "compiler": 5.5,
     "export": 6,
     "nn": 6,
     "trace": 6,

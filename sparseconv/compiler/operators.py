@@ -59,6 +59,9 @@ TRAINING_SCHEMAS = (
     "rows(Tensor x) -> Tensor",
     "max_pick(Tensor plan, Tensor grad, Tensor winners, Tensor onto) -> Tensor",
     "spread_items(Tensor grid, Tensor values, SymInt rows) -> Tensor",
+    "pick_items(Tensor grid, Tensor x, Tensor winners) -> Tensor",
+    "max_items(Tensor grid, Tensor x, SymInt items) -> (Tensor, Tensor)",
+    "unmax_items(Tensor grid, Tensor values, Tensor winners, SymInt rows) -> Tensor",
     "live(Tensor x, Tensor count) -> Tensor",
     "filled(Tensor x, Tensor count, int axis, float fill) -> Tensor",
     "number.int(Tensor like, SymInt value) -> Tensor",
@@ -418,6 +421,40 @@ def _spread_items(grid: torch.Tensor, values: torch.Tensor, rows: int) -> torch.
     return torch.where((items >= 0)[:, None], values.index_select(0, items.clamp_min(0)), 0)
 
 
+@_implement("max_items")
+def _max_items(grid: torch.Tensor, x: torch.Tensor, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maximum over the rows of each item (B, C), 0 for an empty one, and the first row that has it, -1 for none."""
+    of_rows = held_by(grid, VoxelGrid).coords[:, :1]
+    found, winners = [], []
+    for item in range(items):
+        mine = of_rows == item
+        if not x.shape[0]:
+            values, rows = x.new_zeros(x.shape[1]), torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)
+        else:
+            values, rows = torch.where(mine, x, -torch.inf).max(0)
+        found.append(torch.where(mine.any(), values, 0))
+        winners.append(torch.where(mine.any(), rows, -1))
+    if not items:
+        return x.new_zeros((0, x.shape[1])), x.new_zeros((0, x.shape[1]), dtype=torch.int64)
+    return torch.stack(found), torch.stack(winners)
+
+
+@_implement("unmax_items")
+def _unmax_items(grid: torch.Tensor, values: torch.Tensor, winners: torch.Tensor, rows: int) -> torch.Tensor:
+    """Values (B, C) at the rows of their winners, (rows, C), 0 elsewhere: the adjoint of that choice."""
+    found = values.new_zeros((rows, values.shape[1]))
+    there = winners >= 0
+    return found.scatter_add_(0, winners.clamp_min(0), torch.where(there, values, 0)) if rows else found
+
+
+@_implement("pick_items")
+def _pick_items(grid: torch.Tensor, x: torch.Tensor, winners: torch.Tensor) -> torch.Tensor:
+    """The values of x (N, C) at winners (B, C), 0 for none: the adjoint of unmax_items."""
+    if not x.shape[0]:
+        return x.new_zeros(winners.shape)
+    return torch.where(winners >= 0, x.gather(0, winners.clamp_min(0)), 0)
+
+
 @_implement("rows")
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """The number of rows of x, (1,) int32 on its device."""
@@ -481,11 +518,19 @@ def has_dead_rows(x: torch.Tensor) -> bool:
     return x.is_cuda and getattr(running, "fixed", False)
 
 
+def norm_kernels() -> Any:
+    """The kernels of norms on a GPU, which the room `sparseconv.nn` has; None where it is not there."""
+    return norm_kernels_of[0]() if norm_kernels_of else None
+
+
+#: what gives them, put here by `sparseconv.nn`
+norm_kernels_of: list[Any] = []
+
+
 def _norm_kernels(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
     """The kernels of norms, where they serve these features; else None."""
-    from sparseconv.nn.fused import normalize  # loaded where it is used
-
-    return normalize if normalize.on_kernels(x) and (weight is None) == (bias is None) else None
+    kernels = norm_kernels()
+    return kernels if kernels is not None and kernels.on_kernels(x) and (weight is None) == (bias is None) else None
 
 
 def _masked(x: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
@@ -598,6 +643,11 @@ _shape_of("weight_grad")(lambda plan, x, grad, taps, groups: x.new_empty((taps, 
 _shape_of("from_dense")(lambda grid, dense, rows, start: dense.new_empty((rows, dense.shape[1])))
 _shape_of("max_pick")(lambda plan, grad, winners, onto: _rows_onto(grad, onto))
 _shape_of("spread_items")(lambda grid, values, rows: values.new_empty((rows, values.shape[1])))
+_shape_of("max_items")(
+    lambda grid, x, items: (x.new_empty((items, x.shape[1])), x.new_empty((items, x.shape[1]), dtype=torch.int64))
+)
+_shape_of("unmax_items")(lambda grid, values, winners, rows: values.new_empty((rows, values.shape[1])))
+_shape_of("pick_items")(lambda grid, x, winners: x.new_empty(winners.shape))
 _shape_of("rows")(lambda x: x.new_empty(1, dtype=torch.int32))
 _shape_of("live")(lambda x, count: x.new_empty(x.shape[0], dtype=torch.bool))
 _shape_of("filled")(lambda x, count, axis, fill: torch.empty_like(x))
@@ -759,7 +809,7 @@ def _keep_pool_items(ctx: Any, inputs: tuple, output: Any) -> None:
 def _back_pool_items(ctx: Any, grad: torch.Tensor) -> tuple:
     (grid, x), items = ctx.saved_tensors, ctx.items
     if ctx.how == "max":
-        raise RuntimeError("a maximum over batch items has no gradient in a traced program: call the module eagerly")
+        raise RuntimeError("a maximum over batch items is differentiated as max_items")
     if ctx.how == "average":
         ones = torch.ones((x.shape[0], 1), dtype=grad.dtype, device=grad.device)
         grad = grad / _ops.pool_items(grid, ones, items, "sum").clamp_min(1)
@@ -776,6 +826,42 @@ def _back_spread_items(ctx: Any, grad: torch.Tensor) -> tuple:
     return None, _ops.pool_items(ctx.saved_tensors[0], grad, ctx.items, "sum"), None
 
 
+def _keep_max_items(ctx: Any, inputs: tuple, output: Any) -> None:
+    grid, x, _ = inputs
+    ctx.save_for_backward(grid, output[1])
+    ctx.rows = x.shape[0]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _back_max_items(ctx: Any, grad: torch.Tensor, _: Any) -> tuple:
+    grid, winners = ctx.saved_tensors
+    return None, _ops.unmax_items(grid, grad, winners, ctx.rows), None
+
+
+def _keep_unmax_items(ctx: Any, inputs: tuple, output: Any) -> None:
+    grid, _, winners, _ = inputs
+    ctx.save_for_backward(grid, winners)
+
+
+def _back_unmax_items(ctx: Any, grad: torch.Tensor) -> tuple:
+    grid, winners = ctx.saved_tensors
+    return None, _ops.pick_items(grid, grad, winners), None, None
+
+
+def _keep_pick_items(ctx: Any, inputs: tuple, output: Any) -> None:
+    grid, x, winners = inputs
+    ctx.save_for_backward(grid, winners)
+    ctx.rows = x.shape[0]
+
+
+def _back_pick_items(ctx: Any, grad: torch.Tensor) -> tuple:
+    grid, winners = ctx.saved_tensors
+    return None, _ops.unmax_items(grid, grad, winners, ctx.rows), None
+
+
+_derivative("max_items", _keep_max_items, _back_max_items)
+_derivative("unmax_items", _keep_unmax_items, _back_unmax_items)
+_derivative("pick_items", _keep_pick_items, _back_pick_items)
 _derivative("pool", _keep_pool, _back_pool)
 _derivative("max_pool", _keep_max_pool, _back_max_pool)
 _derivative("max_unpool", _keep_max_unpool, _back_max_unpool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -286,6 +287,14 @@ class Pass:
 WORK = {"grid", "plan", "convolve", "weight_grad"}
 
 
+def _makes_handle(node: Any) -> bool:
+    """Whether a node's result is the handle of a grid or plan."""
+    if is_own(node):
+        return node.target._opname in ("grid", "plan", "transposed", "inside")
+    first = node.target is operator.getitem and node.args[1] == 0
+    return first and (is_own(node.args[0], "target") or is_own(node.args[0], "subset"))
+
+
 def _is_work(node: Any) -> bool:
     return is_own(node) and node.target._opname in WORK
 
@@ -380,7 +389,7 @@ class _Run:
         if not isinstance(node, Node):
             return node
         found = self._real(node)
-        if isinstance(found, torch.Tensor) and node in self.padded and not _is_handle(node):
+        if isinstance(found, torch.Tensor) and node in self.padded and not (_is_handle(node) or _makes_handle(node)):
             return found.clone()
         return found
 
@@ -390,7 +399,7 @@ class _Run:
         if node not in self.padded:
             return found
         if isinstance(found, torch.Tensor):
-            if _is_handle(node) or (found.dtype == torch.int64 and (is_own(node) or is_own(node.args[0]))):
+            if _is_handle(node) or _makes_handle(node):
                 return self._ordinary(node)
             self._settle()
             axis = self.rows.axis(value(node))
@@ -510,6 +519,8 @@ class _Run:
         """A value of this call where the graph reads it."""
         found = self.env[node]
         if not isinstance(found, torch.Tensor):
+            if node in self.padded:  # a capacity, as the forward program saved it
+                return found
             if is_number(node) and (name := symbol(value(node))) in self.rows.symbols and name is not None:
                 return self._capacity(name, found)
             if is_new:

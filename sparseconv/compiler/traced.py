@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sparseconv import transforms
 from sparseconv.compiler.operators import held_by
 from sparseconv.compiler.settings import while_tracing
 from sparseconv.geometry.arguments import INTEGERS, Floats, checked_batch_size, numbers
@@ -25,14 +24,6 @@ if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 _ops: Any = torch.ops.sparseconv
-
-
-@transforms.untraced
-def _max_of_items(x: torch.Tensor, grid: TracedGrid) -> torch.Tensor:
-    """The maximum over each batch item, whose gradient goes to the first of equal rows: eager code finds that."""
-    from sparseconv.ops.global_pooling import global_max_pool  # loaded where it is used
-
-    return global_max_pool(x, grid.real)
 
 
 def _begin() -> None:
@@ -193,7 +184,7 @@ class TracedGrid(VoxelGrid):
     def pooled(self, x: torch.Tensor, how: str) -> torch.Tensor:
         """Features (N, C) -> (B, C), pooled over each item: "sum", "average" or "max"."""
         if how == "max" and not exporting():
-            return _max_of_items(x, self)
+            return _ops.max_items(self.handle, x, self.batch_size)[0]
         return _ops.pool_items(self.handle, x, self.batch_size, how)
 
     def standardised(self, x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.compiler import operators
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_count
 from sparseconv.nn.fused.live_rows import over_live_rows
@@ -15,6 +16,16 @@ from sparseconv.nn.module import FeatureModule, Features, SparseModule, features
 from sparseconv.ops.items import standardised
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import exporting, tracing
+
+
+def _kernels() -> Any:
+    """The kernels of norms, for programs of torch.compile; loaded where they are used."""
+    from sparseconv.nn.fused import normalize
+
+    return normalize
+
+
+operators.norm_kernels_of[:] = [_kernels]
 
 
 class BatchNorm(SparseModule, torch.nn.BatchNorm1d):

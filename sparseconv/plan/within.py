@@ -63,10 +63,9 @@ def plan_within(
     box = IndexRange.of_shape(per_axis(shape, grid.rank, "shape"))
     if box.size == 0:
         raise ValueError(f"a window of {size} leaves no cell of the output: its shape would be {tuple(shape)}")
-    key = ("within", box, generative, *size.values())
+    key = ("within", box.shape, generative, *size.values())
     plan = grid.derived.get(key)
     if plan is None:
-        window = Window.of(grid.rank, size["kernel_size"], size["stride"], size["dilation"], size["padding"])
         kernel, step, pad, gap = size.values()
         recorded = getattr(grid.plan_type, "within", None)  # where torch.export traces
         if recorded is not None:
@@ -76,6 +75,7 @@ def plan_within(
             plan = ConvolutionPlan.transposed(grid, kernel, stride=step, padding=pad, dilation=gap, boundary=boundary)
         else:
             boundary = Boundary.absent()
+            window = Window.of(grid.rank, size["kernel_size"], size["stride"], size["dilation"], size["padding"])
             plan = ConvolutionPlan.between(grid, coarse_grid(grid, window, boundary, box, ends), window, boundary)
         plan = grid.derived.setdefault(key, plan.kept_with(grid))
     return plan

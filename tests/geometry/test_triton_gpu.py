@@ -303,7 +303,6 @@ def test_a_search_sorts_its_rows_each_time(n: int) -> None:
         row_order(search)
         order, keys = search.found[1].tensor(ORDER), search.keys[0]
         assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)
-        assert search.ticket is None or int(order[-1]) == 0
 
 
 @pytest.mark.parametrize("edges", [(20, 60, 40), (96, 90, 100)], ids=["few", "many"])

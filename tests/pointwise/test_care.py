@@ -128,6 +128,10 @@ def test_arithmetic_takes_strided_buffers(name):
 def test_alpha_is_never_cut_to_an_integer(other):
     x = torch.tensor([1, 2])
     for function in (pw.add, pw.sub):
+        if function is pw.sub and isinstance(other, torch.Tensor) and other.dtype == torch.bool:
+            with pytest.raises(TypeError, match="bool"):  # as torch does, whatever alpha is
+                function(x, other, alpha=0.5)
+            continue
         with pytest.raises(TypeError, match=r"alpha is an int"):
             function(x, other, alpha=0.5)
         assert torch.equal(function(x, other, alpha=2), function(x, other * 2))
