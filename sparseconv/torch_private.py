@@ -85,8 +85,15 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or exporting()
 
 
-#: whether a comparison holds; not where it is about a number that only the run of a traced program knows
-surely: Callable[[Any], bool] = private("fx.experimental.symbolic_shapes.guard_or_false", bool)
+def surely(holds: Any) -> bool:
+    """Whether a comparison holds; not where it is about a number that only the run of a traced program knows."""
+    if not tracing():
+        return bool(holds)
+    try:
+        from torch.fx.experimental.symbolic_shapes import guard_or_false  # loaded where somebody traces
+    except ImportError:
+        return bool(holds)
+    return guard_or_false(holds)
 
 
 def records_proxies() -> bool:

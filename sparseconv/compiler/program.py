@@ -309,8 +309,15 @@ def _is_handle(node: Any) -> bool:
         isinstance(v, torch.Tensor)
         and v.dtype == torch.int64
         and v.device.type == "cpu"
-        and (any(is_own(u) and _takes_handle(u, node) for u in node.users))
+        and (_makes_handle(node) or any(is_own(u) and _takes_handle(u, node) for u in node.users))
     )
+
+
+def _makes_handle(node: Any) -> bool:
+    """Whether a node is the handle of what an operator made: a copy of its number would name nothing."""
+    if node.target is operator.getitem:
+        return node.args[1] == 0 and (is_own(node.args[0], "target") or is_own(node.args[0], "subset"))
+    return any(is_own(node, name) for name in ("grid", "inside", "plan", "transposed"))
 
 
 def _takes_handle(user: Node, node: Any) -> bool:
@@ -410,7 +417,7 @@ class _Run:
         return found
 
     def _known(self) -> dict[str, int]:
-        return {str(symbol(value(n))): v for n, v in self.env.items() if n.op == "placeholder" and isinstance(v, int)}
+        return {str(symbol(value(n))): v for n, v in self.env.items() if isinstance(v, int)}
 
     def _ordinary(self, node: Any) -> torch.Tensor:
         """The handle of an ordinary grid or plan in place of one over arrays, which is made where somebody asks."""

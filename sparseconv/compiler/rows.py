@@ -162,7 +162,9 @@ class Rows:
         self._numbers: dict[Node, Node] = {}
         for node in list(self.graph.nodes):
             v = value(node)
-            if isinstance(v, torch.Tensor) and v.ndim and (s := symbol(v.shape[0])) in self.symbols and s is not None:
+            s = symbol(v.shape[0]) if isinstance(v, torch.Tensor) and v.ndim else None
+            # not a gradient of a result, of which there is none before the results
+            if s in self.symbols and s is not None and not (node.op == "placeholder" and "tangents" in node.name):
                 self._sources.setdefault(s, node)
             if node.op == "call_function":
                 try:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+import sparseconv.interop.flex_gemm as flex_gemm
 import sparseconv.interop.minkowski as ME
 import sparseconv.interop.spconv.pytorch as spconv
 import sparseconv.interop.torchsparse as torchsparse
@@ -82,9 +83,10 @@ class OfSpconv(torch.nn.Module):
     def layers(self, x):
         fine = self.same(self.stem(x))
         fine = fine + self.stem(x)
-        up = self.up(self.down(fine))
+        coarse = self.down(fine)
+        up = self.up(coarse)
         both = self.one(up.replace_feature(torch.cat([up.features, fine.features], 1)))
-        return both.features, self.end(both).dense()
+        return both.features, self.end(both).dense(), coarse.features
 
     def forward(self, f, c):
         return self.layers(spconv.SparseConvTensor(f, c, SHAPE, 2))
@@ -117,14 +119,34 @@ def test_spconv_of_tensors_that_were_made_before():
     compare(OfTensors(), make)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_spconv_within_a_shape_that_is_read_from_the_coordinates(training):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = spconv.SparseSequential(spconv.SubMConv3d(4, 8, 3), torch.nn.BatchNorm1d(8))
+            self.d, self.e = spconv.SparseConv3d(8, 8, 3, 2, 1), spconv.SparseConv3d(8, 8, 3, 2, 1)
+
+        def forward(self, f, c):
+            shape = torch.clamp(c[:, 1:].amax(0) + 1, min=8).tolist()
+            return self.e(self.d(self.a(spconv.SparseConvTensor(f, c, shape, c[:, 0].amax().item() + 1))))
+
+    net = Net().double().train(training)
+    compiled = torch.compile(copy.deepcopy(net), backend="sparseconv", options={"poison": True})
+    for number in range(4):
+        ours, theirs = compiled(*scene(number)), net(*scene(number))
+        torch.testing.assert_close(ours.features, theirs.features, rtol=1e-12, atol=1e-12)
+        assert torch.equal(ours.indices, theirs.indices)
+        assert (ours.spatial_shape, ours.batch_size) == (theirs.spatial_shape, theirs.batch_size)
+    assert "replayed" in nn.explain(compiled._orig_mod)
+
+
 def test_a_tensor_of_spconv_that_left_goes_on():
     class Encoder(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.d = (
-                spconv.SubMConv3d(4, 8, 3, indice_key="a"),
-                spconv.SparseConv3d(8, 8, 3, 2, 1, indice_key="d"),
-            )
+            self.a = spconv.SubMConv3d(4, 8, 3, indice_key="a")
+            self.d = spconv.SparseConv3d(8, 8, 3, 2, 1, indice_key="d")
             self.u = spconv.SparseInverseConv3d(8, 4, 3, indice_key="d")
             self.b = spconv.SubMConv3d(8, 8, 3, indice_key="b")
 
@@ -152,10 +174,7 @@ def test_a_tensor_of_spconv_that_left_goes_on():
         lambda: [spconv.SubMConv3d(4, 4, 3, indice_key="a"), spconv.SubMConv3d(4, 4, 5, indice_key="a")],
         lambda: [spconv.SubMConv3d(4, 4, 3, indice_key="a"), spconv.SparseInverseConv3d(4, 4, 3, indice_key="a")],
         lambda: [spconv.SparseConv3d(4, 4, 3, 2, 1, indice_key="a"), spconv.SparseConv3d(4, 4, 3, indice_key="a")],
-        lambda: [
-            spconv.SparseConv3d(4, 4, 3, 2, 1, indice_key="a"),
-            spconv.SparseInverseConv3d(4, 4, 1, indice_key="a"),
-        ],
+        lambda: [spconv.SparseConv3d(4, 4, 3, 2, indice_key="a"), spconv.SparseInverseConv3d(4, 4, 1, indice_key="a")],
         lambda: [spconv.SubMConv3d(5, 4, 3)],
     ],
 )
@@ -257,3 +276,24 @@ def test_torchsparse_from_coordinates():
 def test_torchsparse_within_a_range():
     extent = (2, *SHAPE)
     compare(OfTorchsparse(), lambda call, f, c: call(torchsparse.SparseTensor(f, c, 1, extent)))
+
+
+class OfFlexGemm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.d = (torch.nn.Parameter(torch.randn(*shape) / 8) for shape in (
+            (8, 3, 3, 3, 4), (8, 3, 3, 3, 8), (6, 2, 2, 2, 8)
+        ))  # fmt: skip
+        self.bias, self.norm = torch.nn.Parameter(torch.randn(8)), torch.nn.LayerNorm(8)
+
+    def forward(self, f, c):
+        shape = torch.Size([2, 4, *SHAPE])
+        y, found = flex_gemm.ops.spconv.sparse_submanifold_conv3d(f, c, shape, self.a, self.bias)
+        y = torch.nn.functional.silu(self.norm(y))
+        z, _ = flex_gemm.ops.spconv.sparse_submanifold_conv3d(y, c, shape, self.b, None, found)
+        return flex_gemm.ops.spconv.sparse_conv3d(y + z, c, shape, self.d, stride=2)[0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_flex_gemm(training):
+    compare(OfFlexGemm(), training=training)

@@ -10,6 +10,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.interop.arguments import whole
 from sparseconv.kinds import check_values
+from sparseconv.torch_private import surely, tracing
 
 
 def sizes(shape: Any) -> list[int]:
@@ -36,6 +37,9 @@ def voxels(name: str, coords: torch.Tensor, items: int, shape: list[int]) -> Vox
     if coords.ndim != 2 or coords.shape[1] != 4:
         raise ValueError(f"{name} must be (N, 4), the batch item and three axes; got {tuple(coords.shape)}")
     grid = VoxelGrid(coords, items)
+    if tracing():
+        grid.lie_within(shape)  # type: ignore[attr-defined]
+        return grid
     if len(grid) and not IndexRange.of_shape(shape).encloses(grid.extent):
         places = grid.coords[:, 1:]
         row = int(((places < 0) | (places >= places.new_tensor(shape))).any(1).nonzero()[0])
@@ -49,5 +53,5 @@ def voxels(name: str, coords: torch.Tensor, items: int, shape: list[int]) -> Vox
 def check_features(feats: torch.Tensor, rows: int) -> None:
     """Raise unless features are (N, C), a row for each voxel."""
     check_values("feats", feats, "(N, C)")
-    if feats.ndim != 2 or len(feats) != rows:
+    if feats.ndim != 2 or surely(feats.shape[0] != rows):
         raise ValueError(f"feats must be ({rows}, C), a row for each voxel; got {tuple(feats.shape)}")

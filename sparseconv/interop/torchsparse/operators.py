@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from sparseconv.interop.torchsparse.tensor import SparseTensor, check_coords, checked, is_at
+from sparseconv.torch_private import surely
 
 
 def cat(inputs: Sequence[SparseTensor]) -> SparseTensor:
     """Channels side by side; all at one set of coordinates."""
     if not inputs:
         raise ValueError("cat takes one tensor or more; got none")
-    counts = {checked(x).feats.shape[0] for x in inputs}
-    if len(counts) != 1 or not all(is_at(inputs[0], x) for x in inputs):
+    counts = [checked(x).feats.shape[0] for x in inputs]
+    # a set of them would be one for each scene, in a trace
+    if any([surely(count != counts[0]) for count in counts]) or not all([is_at(inputs[0], x) for x in inputs]):
         raise ValueError(
             f"cat takes tensors at the same coordinates, in one order; got {[tuple(x.feats.shape) for x in inputs]}"
         )

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.compiler.traced import TracedPlan
 from sparseconv.geometry.arguments import own
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
@@ -17,6 +18,7 @@ from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.serialization import serialize
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.within import dense_shape, plan_within
+from sparseconv.torch_private import tracing
 
 
 class Algorithm:
@@ -73,11 +75,16 @@ class _NeighborCache:
     """The plan of a kernel over voxels, for as many calls as like; its tables are made when they are read."""
 
     def __init__(self, plan: ConvolutionPlan, kernel_size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> None:
-        self.plan = plan
+        self._plan = plan
         self._ends = plan.source, plan.target  # a plan does not keep the grids that keep it
         #: by name, the last coordinates that were found to be those of an end, at their version
         self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
+
+    @property
+    def plan(self) -> ConvolutionPlan:
+        """The plan; of a program that has run, the one that it made."""
+        return self._plan.real if isinstance(self._plan, TracedPlan) and not tracing() else self._plan
 
     def __getitem__(self, key: str) -> Any:
         return getattr(self, key)
@@ -93,7 +100,7 @@ class _NeighborCache:
         if torch.compiler.is_compiling():
             return
         check_values(name, coords, "(N, 4) integers")
-        grid = self._ends[name == "out_coords"]
+        grid = self.plan.target if name == "out_coords" else self.plan.source
         kept, version = self._seen.get(name, (None, 0))
         if kept is not None and kept() is coords and is_unwritten(coords, version, grid.coords.to(coords.dtype)):
             return
@@ -210,7 +217,8 @@ def sparse_conv3d(
         if out_coords is not None:
             neighbor_cache.check("out_coords", out_coords)
     if out_coords is None:
-        out_coords = own(neighbor_cache.plan.target.coords)
+        coords = neighbor_cache.plan.target.coords
+        out_coords = coords if tracing() else own(coords)
         neighbor_cache.saw("out_coords", out_coords)
     return _execute(feats, neighbor_cache, weight, bias), out_coords, neighbor_cache
 
@@ -231,7 +239,8 @@ def _submanifold(coords: torch.Tensor, shape: Any, kernel: Ints, dilation: Ints)
     if not all(k % 2 for k in kernel):
         raise ValueError(f"the kernel of a submanifold convolution must have odd sizes, for a middle; got {kernel}")
     items, _, *edges = sizes(shape)
-    plan = ConvolutionPlan(voxels("coords", coords, items, edges), kernel, dilation=dilation)
+    grid = voxels("coords", coords, items, edges)
+    plan = (grid.plan_type or ConvolutionPlan)(grid, kernel, dilation=dilation)
     middle = tuple(d * (k // 2) for k, d in zip(kernel, dilation))
     return SubMConv3dNeighborCache(plan, kernel, (1, 1, 1), middle, dilation)
 
@@ -242,6 +251,8 @@ def _strided(
     items, _, *edges = sizes(shape)
     grid = voxels("coords", coords, items, edges)
     out_shape = dense_shape(edges, **window)
+    if tracing():
+        return SparseConv3dNeighborCache(_recorded(grid, out_shape, window, out_coords, items), **window)
     if out_coords is None and min(out_shape) < 1:  # a window larger than the shape
         plan = ConvolutionPlan(grid, target=VoxelGrid(grid.coords[:0], items), **window)
     elif out_coords is None:
@@ -253,6 +264,17 @@ def _strided(
         target = voxels("out_coords", out_coords, items, list(out_shape))
         plan = ConvolutionPlan(grid, target=target, **window)
     return SparseConv3dNeighborCache(plan, **window)
+
+
+def _recorded(grid: Any, shape: Ints, window: dict[str, Any], out_coords: torch.Tensor | None, items: int) -> Any:
+    """The plan of a strided layer while torch traces."""
+    if out_coords is not None:
+        return grid.plan_type(grid, target=voxels("out_coords", out_coords, items, list(shape)), **window)
+    if SERIALIZATION_MODE != SerializationMode.BXYZ:
+        raise ValueError("while torch traces, nobody can sort voxels along a curve: give out_coords")
+    kernel, *_ = window.values()
+    steps = {name: window[name] for name in ("stride", "padding", "dilation")}
+    return grid.plan_type.within(grid, shape, kernel, False, **steps)
 
 
 def _ordered(grid: VoxelGrid, depth: int) -> VoxelGrid:

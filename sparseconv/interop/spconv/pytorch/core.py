@@ -300,6 +300,10 @@ class SparseConvTensor(metaclass=Traced):
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{advice}")
 
+    def __dir__(self) -> list[str]:
+        """The names of the class and of its fields: clients ask for ``replace_feature``, also where torch traces."""
+        return NAMES
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_indices": self.indices, "_voxels": None}
 
@@ -319,6 +323,7 @@ def _check_features(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be (N, C), but it is a single number")
 
 
+NAMES = sorted({*FIELDS, *(name for kind in SparseConvTensor.__mro__ for name in vars(kind))})
 # what `help` shows of a class whose metaclass has a call of its own
 _OF_SELF, *_GIVEN = inspect.signature(SparseConvTensor.__init__).parameters.values()
 SparseConvTensor.__signature__ = inspect.Signature(_GIVEN)  # type: ignore[attr-defined]

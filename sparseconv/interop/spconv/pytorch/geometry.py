@@ -292,6 +292,8 @@ def check_ends(input: Voxels, shape: list[int], place: Place, key: str | None) -
     kept = input._place()
     if kept.voxels is place.voxels and kept.indices is place.indices:  # fresh, as the input's are
         return
+    if tracing() and kept.indices is not None and kept.indices is place.indices:
+        return  # of a tensor that was made before the trace, and is looked at anew by each layer that reads it
     if not place.is_fresh():
         raise ValueError(
             f"the indices that indice_key {key!r} was stored for were written to since, and its map is that of the old "

@@ -11,6 +11,7 @@ from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.functional import sparse_add_hash_based
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.tracing import leaf
+from sparseconv.torch_private import surely
 
 #: what a table takes
 TENSORS = "a list of SparseConvTensors, at least one"
@@ -81,7 +82,7 @@ def _check_aligned(tensors: Sequence[SparseConvTensor], name: str) -> None:
         if (
             other.spatial_shape != first.spatial_shape
             or other.batch_size != first.batch_size
-            or other.features.shape[0] != first.features.shape[0]
+            or surely(other.features.shape[0] != first.features.shape[0])
             or not first._is_at(other)
         ):
             raise ValueError(

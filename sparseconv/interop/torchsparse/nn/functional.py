@@ -115,9 +115,8 @@ def conv3d(
     taps = weight if weight.ndim == 3 else weight[None]
     if tracing():
         size = settled(kernel), settled(steps), settled(pad), settled(gap)
-        made = (
-            None if generative else _recorded(input, caches, taps, bias, *size, geometry.Modes.of(config), transposed)
-        )
+        modes = geometry.Modes.of(config)
+        made = None if generative else _recorded(input, caches, taps, bias, *size, modes, transposed)
         given = input, weight, kernel_size, bias, stride, padding, dilation, config, transposed, generative
         return transforms.eagerly(conv3d, *given) if made is None else made
     finer = divided(input.stride, steps)
