@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -287,14 +286,6 @@ class Pass:
 WORK = {"grid", "plan", "convolve", "weight_grad"}
 
 
-def _makes_handle(node: Any) -> bool:
-    """Whether a node's result is the handle of a grid or plan."""
-    if is_own(node):
-        return node.target._opname in ("grid", "plan", "transposed", "inside")
-    first = node.target is operator.getitem and node.args[1] == 0
-    return first and (is_own(node.args[0], "target") or is_own(node.args[0], "subset"))
-
-
 def _is_work(node: Any) -> bool:
     return is_own(node) and node.target._opname in WORK
 
@@ -396,7 +387,7 @@ class _Run:
         if not isinstance(node, Node):
             return node
         found = self._real(node)
-        if isinstance(found, torch.Tensor) and node in self.padded and not (_is_handle(node) or _makes_handle(node)):
+        if isinstance(found, torch.Tensor) and node in self.padded and not _is_handle(node):
             return found.clone()
         return found
 
@@ -406,7 +397,7 @@ class _Run:
         if node not in self.padded:
             return found
         if isinstance(found, torch.Tensor):
-            if _is_handle(node) or _makes_handle(node):
+            if _is_handle(node):
                 return self._ordinary(node)
             self._settle()
             axis = self.rows.axis(value(node))
