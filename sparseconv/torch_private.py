@@ -85,6 +85,12 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or exporting()
 
 
+#: the class of torch's operators, as nodes of a traced graph name them
+operator_kind: Any = private("_ops.OpOverload", ())
+#: tell a trace what holds of numbers that it does not know
+check_in_trace: Callable[..., None] = private("_check", lambda holds, message=None: None)
+
+
 def surely(holds: Any) -> bool:
     """Whether a comparison holds; not where it is about a number that only the run of a traced program knows."""
     if not tracing():

@@ -26,6 +26,7 @@ from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.weights import packed
 from sparseconv.plan.within import dense_shape, plan_within
+from sparseconv.torch_private import check_in_trace
 
 Kind = TypeVar("Kind", VoxelGrid, ConvolutionPlan)
 
@@ -635,7 +636,7 @@ def _batch_norm_back(
 @_shape_of("convolve")
 def _(plan, x, weight, bias, rows, groups, adjoint):  # type: ignore[no-untyped-def]
     takes = weight.shape[2] if adjoint else weight.shape[1] * groups
-    torch._check(x.shape[1] == takes, lambda: f"x has {x.shape[1]} channels, and the weight takes {takes}")
+    check_in_trace(x.shape[1] == takes, lambda: f"x has {x.shape[1]} channels, and the weight takes {takes}")
     return x.new_empty((rows, weight.shape[1] * groups if adjoint else weight.shape[2]))
 
 

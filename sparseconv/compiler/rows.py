@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from sparseconv.torch_private import operator_kind
+
 aten: Any = torch.ops.aten
 own: Any = torch.ops.sparseconv
 
@@ -126,7 +128,7 @@ def is_own(node: Any, name: str = "") -> bool:
     return (
         target is not None
         and node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
+        and isinstance(target, operator_kind)
         and target.namespace == "sparseconv"
         and (not name or target._opname == name)
     )
@@ -256,7 +258,7 @@ class Rows:
     def _check(self, node: Any) -> None:
         """Let a node pass, write it anew, or raise Unknown."""
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target in SYMBOLIC:
+        if not isinstance(target, operator_kind) or target in SYMBOLIC:
             return
         if target is aten.copy_.default or target._schema.is_mutable:
             raise Unknown("it writes to a tensor of the caller")

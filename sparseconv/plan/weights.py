@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparseconv.kinds import as_device, check_tensor, warn
 from sparseconv.plan.casting import packed_as
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 #: which tap each of the first axis of a packed weight is: taps along each axis, or an explicit list of their offsets
 Taps = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -34,7 +37,7 @@ class PackedWeights:
     True
     """
 
-    _tensor: torch.Tensor
+    _tensor: Shaped[torch.Tensor, "*shape"]
     _taps: Taps
     _groups: int
     _learns: bool

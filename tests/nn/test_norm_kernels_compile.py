@@ -13,7 +13,6 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseconv.nn.fused import triton_cross_entropy
 from sparseconv.nn.fused.normalize import _folds, kernels
 
 NAMES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
@@ -21,8 +20,6 @@ NAMES |= {torch.int32: "*i32", int: "i32"}
 cpu, done = torch.device("cpu"), 0
 single, half, wide = torch.float32, torch.float16, torch.bfloat16
 jobs = [(launcher, constants, False) for launcher, constants in (
-    (triton_cross_entropy._LOSSES, (64, 32)), (triton_cross_entropy._GRADIENT, (8, 256)),
-    (triton_cross_entropy._MEAN, (1024,)),
 )]
 for dtype, weight, running in ((wide, single, single), (half, half, half), (single, None, None))[:FORMS]:
     run = kernels(1000, 32, cpu, dtype, weight, running)

@@ -258,15 +258,15 @@ void offer(torch::Library& library, const char* schema) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(sparseconv, library) {
-  offer<grid>(library, "grid(Tensor coords, int items, float[] voxel_size, float[] origin) -> Tensor");
+  offer<grid>(library, "grid(Tensor coords, SymInt items, float[] voxel_size, float[] origin) -> Tensor");
   offer<subset>(library, "subset(Tensor grid, Tensor mask, Tensor coords) -> (Tensor, Tensor)");
   offer<lookup>(library, "lookup(Tensor grid, Tensor coords) -> Tensor");
-  offer<dense>(library, "to_dense(Tensor grid, Tensor x, int items, int[] start, int[] shape) -> Tensor");
-  offer<items_pooled>(library, "pool_items(Tensor grid, Tensor x, int items, str how) -> Tensor");
+  offer<dense>(library, "to_dense(Tensor grid, Tensor x, SymInt items, int[] start, SymInt[] shape) -> Tensor");
+  offer<items_pooled>(library, "pool_items(Tensor grid, Tensor x, SymInt items, str how) -> Tensor");
   offer<items_standardised>(library, "standardise_items(Tensor grid, Tensor x, int groups, float eps) -> Tensor");
   offer<plan>(library,
               "plan(Tensor source, Tensor? target, int[]? kernel_size, int[] taps, int[] stride, int[] dilation, "
-              "int[]? padding, str outputs, int[] shape, str boundary, int[] extent, str backend) -> Tensor");
+              "int[]? padding, str outputs, SymInt[] shape, str boundary, int[] extent, str backend) -> Tensor");
   offer<transposed>(library, "transposed(Tensor plan) -> Tensor");
   offer<target>(library, "target(Tensor plan, Tensor coords) -> (Tensor, Tensor)");
   offer<execute>(library,

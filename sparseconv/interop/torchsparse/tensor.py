@@ -320,7 +320,7 @@ def checked(input: Any) -> SparseTensor:
     check_kind("the input", input, SparseTensor, "pass a SparseTensor of torchsparse's")
     check_tensor("feats", input.feats, "(N, C)")
     check_tensor("coords", input.coords, _COORDS)
-    if input.feats.ndim != 2 or surely(input.coords.shape[0] != input.feats.shape[0]):
+    if input.feats.ndim != 2 or input.coords.ndim < 1 or surely(input.coords.shape[0] != input.feats.shape[0]):
         raise ValueError(
             f"feats must be (N, C), one row for each of coords {tuple(input.coords.shape)}; got "
             f"{tuple(input.feats.shape)}"

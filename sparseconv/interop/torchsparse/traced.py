@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import settled
 from sparseconv.torch_private import tracing
 
-if TYPE_CHECKING:
-    from sparseconv.interop.torchsparse.tensor import TensorCache
+#: of `sparseconv.interop.torchsparse.tensor`, which imports this file
+TensorCache: TypeAlias = Any
 
 
 class TracedCache:

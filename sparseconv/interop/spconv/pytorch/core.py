@@ -18,7 +18,7 @@ from sparseconv.interop.spconv.pytorch.tracing import Traced
 from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import exporting, tracing
+from sparseconv.torch_private import check_in_trace, exporting, tracing
 
 #: one class here stands for both of spconv's
 ImplicitGemmIndiceData = IndiceData
@@ -69,7 +69,7 @@ class SparseConvTensor(metaclass=Traced):
                 f"features must be (N, C) and indices (N, 1+D); got {tuple(features.shape)} and {tuple(indices.shape)}"
             )
         if tracing():
-            torch._check(features.shape[0] == indices.shape[0])
+            check_in_trace(features.shape[0] == indices.shape[0])
         self._features = features
         self._indices: torch.Tensor | None = None
         self._voxels: Place | None = None
