@@ -19,8 +19,7 @@ NAMES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.bfloat16: "*bf16"
 NAMES |= {torch.int32: "*i32", int: "i32"}
 cpu, done = torch.device("cpu"), 0
 single, half, wide = torch.float32, torch.float16, torch.bfloat16
-jobs = [(launcher, constants, False) for launcher, constants in (
-)]
+jobs = []
 for dtype, weight, running in ((wide, single, single), (half, half, half), (single, None, None))[:FORMS]:
     run = kernels(1000, 32, cpu, dtype, weight, running)
     jobs += [(one, run.constants, True) for one in (run.statistics, run.normalize, run.reduce, run.input_grad)]
@@ -60,4 +59,4 @@ def test_kernels_compile_whole_and_read_16_bytes_at_once(archs, forms):
     program = f"ARCHS, FORMS = {archs}, {forms}\n{SCRIPT}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str((3 + 6 * forms) * len(archs))
+    assert done.stdout.strip() == str(6 * forms * len(archs))
