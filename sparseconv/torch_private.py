@@ -86,9 +86,12 @@ def tracing() -> bool:
 
 
 #: the class of torch's operators, as nodes of a traced graph name them
-operator_kind: Any = private("_ops.OpOverload", ())
-#: tell a trace what holds of numbers that it does not know
-check_in_trace: Callable[..., None] = private("_check", lambda holds, message=None: None)
+operator_kind: Any = type(torch.ops.aten.add.Tensor)
+
+
+def check_in_trace(*holds: Any) -> None:
+    """Tell a trace what holds of numbers that it does not know."""
+    torch._check(*holds)
 
 
 def surely(holds: Any) -> bool:
