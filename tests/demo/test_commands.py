@@ -205,7 +205,7 @@ def test_an_interruption_of_an_import_is_one_word(monkeypatch, capsys, module):
     assert (ended.value.code, capsys.readouterr()) == (130, ("", "stopped\n"))
 
 
-@pytest.mark.parametrize(("steps", "said"), [(0, "stopped; nothing was written"), (2, "Ctrl-C again ends at once.")])
+@pytest.mark.parametrize(("steps", "said"), [(0, "stopped; nothing was written"), (2, "Press Ctrl-C again to quit.")])
 def test_an_interruption_of_the_demonstration(tmp_path, monkeypatch, steps, said):
     """Before the first step it ends at once; later it scores and draws what was learnt."""
     loss, losses = torch.nn.functional.cross_entropy, []
