@@ -28,11 +28,14 @@ from sparseconv.geometry.fixed_grid import ROWS, FixedGrid
 from sparseconv.geometry.fixed_grid_io import fault_of
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.gpu.streams import reporting
 
 #: over the rows of the largest scene so far, for those of the next
 ROOM = 1.25
 #: recordings of one program, after which scenes that do not fit run as they are
 MOST_RECORDINGS = 8
+#: captures to try for a graph whose memory is small, where it holds more than so many bytes
+TRIES, WORTH = 3, 2**27
 
 
 _numbers = itertools.count()
@@ -62,6 +65,8 @@ class Program:
         self.reasons: list[str] = []
         self.extents: dict[str, IndexRange] = {}
         self.most: dict[str, int] = {}
+        #: over the rows of the scene that a recording is made with, for coarser grids; more after each that did not fit
+        self.room = ROOM
         self.broken: str | None = None
 
     @property
@@ -108,40 +113,207 @@ class Program:
 
 
 class Recording:
-    """What a program over arrays of fixed capacity keeps from call to call."""
+    """What a program over arrays of fixed capacity keeps from call to call.
+
+    Attributes:
+        capacity: by symbol, the rows of the arrays.
+        counts: by symbol, the number of live rows on the device, (1,) int32; where it lies never changes.
+        examples: by node, the grid that those of fixed size are made after.
+        held: by the name of a forward node, its value in fixed arrays.
+        saved: names of forward nodes whose values are saved in fixed arrays.
+        pending: the call whose gradients are still to come.
+        regions: by segment.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.capacity: dict[str, int] = {}
+        self.counts: dict[str, torch.Tensor] = {}
         self.examples: dict[Node, VoxelGrid] = {}
-        #: by the name of a forward node: its value in fixed arrays
         self.held: dict[str, Any] = {}
-        #: names of forward nodes whose values are saved in fixed arrays
         self.saved: set[str] = set()
         self.pending: weakref.ref[Call] | None = None
-        #: by segment: what was captured of it on a GPU
         self.regions: dict[Any, Region] = {}
 
 
 class Region:
-    """What of a segment was captured in a CUDA graph, and the arrays that it reads and writes."""
+    """A captured segment, and the arrays that it reads and writes: on a GPU a CUDA graph, on a CPU its operations.
 
-    def __init__(self) -> None:
-        #: by node: arrays that a call is copied into
-        self.arrays: dict[Node, torch.Tensor] = {}
-        #: by node: rows of the last scene in them
+    Args:
+        run: the first call, whose values decide what is read in place, copied, or part of the graph.
+        segment: its nodes.
+    """
+
+    def __init__(self, run: _Run, segment: list[Node]) -> None:
+        self.segment, self.on_gpu, recording = segment, run.on_gpu, run.recording
+        inside = set(segment)
+        graph, rows = run.graph, run.rows
+        #: numbers that are part of the graph, and those of rows, by symbol
+        self.numbers: list[tuple[Node, Any]] = []
+        self.sizes: list[tuple[Node, str]] = []
+        #: tensors that are read where they lie, and where that is
+        self.in_place: list[Node] = []
+        self.addresses: list[int] = []
+        #: tensors that are copied into arrays; of those with rows, the axis and the symbol
+        self.copied: list[tuple[Node, torch.Tensor]] = []
+        self.rows: list[tuple[Node, torch.Tensor, int, str]] = []
         self.filled: dict[Node, int] = {}
-        #: what is read where it lies, and numbers that are part of the graph
-        self.addresses: dict[Node, int] = {}
-        self.constants: dict[Node, Any] = {}
-        #: by symbol: the number of live rows of what crosses into it
-        self.counts: dict[str, torch.Tensor] = {}
-        #: ends of dense shapes that change from scene to scene, on the device
+        own: list[str] = []
+        for node in dict.fromkeys(n for user in segment for n in user.all_input_nodes if n not in inside):
+            found, known = run.arg(node), value(node)
+            if not isinstance(found, torch.Tensor):
+                name = symbol(known) if is_number(node) else None
+                if name in rows.symbols and name is not None and node not in run.padded:
+                    self.sizes.append((node, name))
+                elif node not in run.padded:
+                    self.numbers.append((node, found))
+                continue
+            axis = None if node in run.padded or _is_handle(node) else rows.axis(known)
+            if axis is not None:
+                place, name = axis
+                shape = list(found.shape)
+                shape[place] = run.capacity(name, shape[place])
+                self.rows.append((node, _dead(found, shape, graph.program.poison), *axis))
+                if name not in recording.counts:
+                    recording.counts[name] = torch.zeros(1, dtype=torch.int32, device=found.device)
+                    own.append(name)
+            elif (
+                node in run.padded
+                or _is_handle(node)
+                or isinstance(found, torch.nn.Parameter)
+                or node in graph.static
+                or not found.is_cuda
+            ):
+                if not _is_handle(node) and found.is_cuda:
+                    self.in_place.append(node)
+                    self.addresses.append(found.data_ptr())
+            else:
+                self.copied.append((node, found.detach().clone()))
+        #: the number of this replay, and live rows that the caller's tensors say; on a GPU, from pinned memory
+        device = run.device()
+        self.names = own
+        self.header = torch.zeros(1 + len(own), dtype=torch.int32, device=device)
+        self.header_there = torch.zeros(1 + len(own), dtype=torch.int32, pin_memory=self.on_gpu)
+        for i, name in enumerate(own):
+            recording.counts[name] = self.header[1 + i : 2 + i]
+        self.calls = 0
+        #: what the graph makes: values that others read, live rows by symbol; and whether scenes fit
         self.values: dict[Node, Any] = {}
-        self.made: dict[str, torch.Tensor] = {}
+        self.made: list[str] = []
         self.faults = 0
-        self.status: torch.Tensor | None = None
+        self.report: torch.Tensor | None = None
+        self.reported: Any = None
         self.replay: Callable[[], None] | None = None
+
+    def load(self, run: _Run) -> None:
+        """Put the values of a call where the graph reads them; raises DoesNotFit where they have no place there."""
+        env = run.env
+        if [env[node].data_ptr() for node in self.in_place] != self.addresses:
+            raise DoesNotFit("a parameter lies elsewhere now")
+        for node, number in self.numbers:
+            if env[node] != number:
+                raise DoesNotFit(f"it was captured with {number}, and the scene has {env[node]}")
+        for node, name in self.sizes:
+            run.crossed[node] = run.capacity(name, env[node])
+        for node, array in self.copied:
+            found = env[node]
+            if array.shape != found.shape:
+                raise DoesNotFit(f"a tensor of {tuple(found.shape)} is given, and {tuple(array.shape)} was")
+            array.copy_(found)
+            run.crossed[node] = array
+        for node, _, axis, name in self.rows:
+            run.capacity(name, env[node].shape[axis])
+        poison = run.program.poison
+        for node, array, axis, name in self.rows:
+            found, rows = env[node], run.host[name]
+            before = self.filled.get(node, 0)
+            array.narrow(axis, 0, rows).copy_(found)
+            if rows < before and (poison or not found.is_floating_point()):
+                rest = array.narrow(axis, rows, before - rows)
+                rest.copy_(_dead(found, rest.shape, poison))
+            self.filled[node] = rows
+            run.crossed[node] = array
+        self.calls += 1
+        self.header_there[0] = self.calls
+        for i, name in enumerate(self.names):
+            self.header_there[1 + i] = run.host[name]
+        self.header.copy_(self.header_there, non_blocking=True)
+
+    def body(self, run: _Run) -> Any:
+        """The segment's operations; then, of what was made, whether the scene fits and how many rows are live."""
+        counts = run.recording.counts
+        before, run.grids = set(counts), []
+        running.fixed = True
+        try:
+            for node in self.segment:
+                run.env[node] = run.fixed(node)
+        finally:
+            running.fixed = False
+        self.made = self.made or [name for name in counts if name not in before]
+        self.faults = len(run.grids)
+        if self.faults or self.made:
+            with reporting():
+                told = torch.cat([self.header[:1], *(g.fault for g in run.grids), *(counts[n] for n in self.made)])
+                if self.report is None:
+                    self.report = torch.zeros(len(told), dtype=torch.int32, pin_memory=self.on_gpu)
+                self.report.copy_(told, non_blocking=True)
+                if self.on_gpu and torch.cuda.is_current_stream_capturing():
+                    self.reported = torch.cuda.Event(external=True)
+                    self.reported.record()
+        return None
+
+    def run(self, run: _Run) -> None:
+        if not self.on_gpu:
+            self.body(run)
+            return
+        if self.replay is None:
+            self._capture(run)
+        assert self.replay is not None
+        self.replay()
+        run.env.update(self.values)
+
+    def _capture(self, run: _Run) -> None:
+        from sparseconv.gpu import graphs  # loaded where it is used
+
+        inside = set(self.segment)
+        leaving = [n for n in self.segment if _is_handle(n) or any(u not in inside for u in n.users)]
+
+        def body() -> dict[Node, Any]:
+            self.body(run)
+            return {node: run.env[node] for node in leaving}
+
+        try:
+            with torch.no_grad():
+                self.replay, self.values = graphs.graph_of(body, run.device(), TRIES, WORTH)
+        except RuntimeError as error:
+            run.program.broken = f"it cannot be captured: {str(error).splitlines()[0]}"
+            raise DoesNotFit(run.program.broken) from error
+        for node in self.segment:
+            if node not in self.values:
+                run.env.pop(node, None)
+
+    def settle(self, run: _Run) -> None:
+        """What the device says of this replay: raises DoesNotFit, or fills in the numbers of live rows."""
+        if self.report is None:
+            return
+        if self.on_gpu:
+            # before the graph has begun, the event is still that of the replay before
+            if self.reported is not None:
+                self.reported.synchronize()
+            if self.reported is None or int(self.report[0]) != self.calls:
+                torch.cuda.current_stream(run.device()).synchronize()
+        numbers = self.report.tolist()[1:]
+        for fault in numbers[: self.faults]:
+            if fault:
+                raise DoesNotFit(str(fault_of(fault)))
+        run.host.update(zip(self.made, numbers[self.faults :]))
+
+
+def _dead(like: torch.Tensor, shape: Sequence[int], poison: bool) -> torch.Tensor:
+    """An array of rows that are no voxels."""
+    if like.is_floating_point():
+        return like.new_full(tuple(shape), float("nan") if poison else 0.0)
+    return like.new_full(tuple(shape), 0 if like.dtype == torch.bool else -1)
 
 
 class Pass:
@@ -163,14 +335,16 @@ class Pass:
         self.rows = rows
         self.static = {n for i, n in enumerate(self.inputs) if i in static}
         self.of_forward = forward
-        self.fixed_names: set[str] = set()
         self.stage = self._stages()
         self.segments = self._segments()
         self.is_captured = [any(_is_work(n) for n in s) for s in self.segments]
         self.why_not = self._why_not()
         self.in_region = {n for s, c in zip(self.segments, self.is_captured) if c for n in s}
-        self.fixed_names = {n.name for n in self.in_region}
-        self.last_use = self._last_uses()
+        self.axes = self._axes()
+        self.keys = [n for n in self.inputs if is_number(n) and self._is_key(n)]
+        self.writes = [n for s, c in zip(self.segments, self.is_captured) if not c for n in s if _writes(n)]
+        self.conditions = [n for n in map(self._condition, self.nodes) if n is not None]
+        self._drop_unread()
 
     # ---- stages
 
@@ -218,16 +392,46 @@ class Pass:
             return "its grids come from another program"
         return None
 
-    def _last_uses(self) -> dict[Node, list[Node]]:
-        last: dict[Node, Node] = {}
-        order = [n for s in self.segments for n in s] + [self.output]
-        for node in order:
-            for given in node.all_input_nodes:
-                last[given] = node
-        found: dict[Node, list[Node]] = {}
-        for given, node in last.items():
-            found.setdefault(node, []).append(given)
+    def _axes(self) -> dict[Node, tuple[int, str]]:
+        """The row axes of tensors."""
+        found = {}
+        for node in self.nodes:
+            if isinstance(value(node), torch.Tensor) and not _is_handle(node):
+                try:
+                    axis = self.rows.axis(value(node))
+                except Unknown:
+                    continue
+                if axis is not None:
+                    found[node] = axis
         return found
+
+    def _is_key(self, node: Node) -> bool:
+        names = symbols(value(node))
+        return bool(names & self.rows.keys) and not names & self.rows.symbols
+
+    def _condition(self, node: Node) -> Node | None:
+        """A condition on numbers of rows that the program asserts; None for what is always so."""
+        if node.target is not aten._assert_scalar.default or not is_number(node.args[0]):
+            return None
+        given: Any = node.args[0]
+        expr = value(given).node.expr
+        is_size = getattr(expr, "rel_op", None) == ">=" and expr.lhs.is_symbol and expr.rhs == 0
+        return None if is_size or not symbols(value(given)) & self.rows.symbols else given
+
+    def _drop_unread(self) -> None:
+        """Leave out numbers between regions that nobody reads."""
+        read = {n for s, c in zip(self.segments, self.is_captured) if c for m in s for n in m.all_input_nodes}
+        read |= set(self.output.all_input_nodes) | set(self.conditions)
+        for i in reversed(range(len(self.segments))):
+            if not self.is_captured[i]:
+                kept: list[Node] = []
+                for node in reversed(self.segments[i]):
+                    if _writes(node):
+                        read.update(node.all_input_nodes)
+                    elif node in read or not (_is_symbolic(node) or node.op == "get_attr"):
+                        read.update(node.all_input_nodes)
+                        kept.append(node)
+                self.segments[i] = kept[::-1]
 
     # ---- over the scene's own rows
 
@@ -266,6 +470,7 @@ class Pass:
         except DoesNotFit:
             if program.recordings.get(key) is recording and program.made < MOST_RECORDINGS:
                 del program.recordings[key]
+                program.room *= ROOM
             raise
 
     def call_of(self, args: Sequence[Any]) -> Call | None:
@@ -288,6 +493,11 @@ WORK = {"grid", "plan", "convolve", "weight_grad"}
 
 def _is_work(node: Any) -> bool:
     return is_own(node) and node.target._opname in WORK
+
+
+def _writes(node: Any) -> bool:
+    """Whether a node writes what a call leaves behind: nothing is written before it is known that the scene fits."""
+    return node.target is aten.copy_.default
 
 
 def _is_symbolic(node: Any) -> bool:
@@ -323,41 +533,35 @@ class _Run:
         self.graph, self.program = graph, graph.program
         self.env: dict[Node, Any] = dict(zip(graph.inputs, args))
         self.rows = graph.rows
-        self.counts: dict[str, torch.Tensor] = {}
+        #: numbers of live rows, by symbol
         self.host: dict[str, int] = {}
         self.grids: list[FixedGrid] = []
         self.on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+        #: values of the caller as regions read them
         self.crossed: dict[Node, Any] = {}
         #: by node: handles of ordinary grids and plans in place of those over arrays
         self.ordinary: dict[Node, torch.Tensor] = {}
         #: values that have the rows of the arrays, and not the scene's own
-        self.padded: set[Node] = set(graph.in_region)
+        self.padded: set[Node] = graph.in_region
+        #: regions that were run, and not yet asked whether the scene fits
+        self.unsettled: list[Region] = []
 
     def key(self) -> Any:
         """What a recording is made for: sizes and numbers that are no rows."""
-        found = []
-        for node in self.graph.inputs:
-            names = symbols(value(node)) if is_number(node) else set()
-            if names & self.rows.keys and not names & self.rows.symbols:
-                found.append((node.name, self.env[node]))
-        return tuple(found)
+        return tuple(self.env[node] for node in self.graph.keys)
 
     # ---- forward
 
     def forward(self, recording: Recording) -> Any:
         self.recording = recording
         graph = self.graph
-        writes: list[Node] = []
-        for segment, captured in zip(graph.segments, graph.is_captured):
-            if not captured:
-                for node in segment:
-                    if node.target is aten.copy_.default:
-                        writes.append(node)  # nothing is written before it is known that the scene fits
-                    else:
-                        self.env[node] = self._as_it_is(node)
-            else:
-                self._region(segment)
+        self._segments()
         self._settle()
+        if any(self.host.get(name, 2) < 2 for name in self.rows.norms):
+            raise DoesNotFit("a norm over fewer than two rows")
+        for condition in graph.conditions:
+            if not _evaluate(value(condition), {**self._known(), **self.host}):
+                raise DoesNotFit(f"{value(condition)} does not hold")
         call = Call(recording, dict(self.host))
         out: Any = graph.output.args[0]
         first = len(out) if graph.results is None else graph.results
@@ -368,9 +572,29 @@ class _Run:
         results = [self._result(node) for node in out[:first]]
         # without a handle the backward program could not tell whose arrays these are: it gets the scene's own rows
         results += [self._result(node) if ticket is None else self._saved(node, ticket) for node in out[first:]]
-        for node in writes:  # the scene fits: nothing is left that could raise
+        for node in graph.writes:  # the scene fits: nothing is left that could raise
             self._as_it_is(node)
         return results
+
+    def _segments(self) -> None:
+        graph, regions = self.graph, self.recording.regions
+        for number, (segment, captured) in enumerate(zip(graph.segments, graph.is_captured)):
+            if captured:
+                key = (graph.of_forward is not None, number)
+                region = regions.get(key)
+                if region is None:
+                    region = regions[key] = Region(self, segment)
+                region.load(self)
+                region.run(self)
+                self.unsettled.append(region)
+            else:
+                for node in segment:
+                    self.env[node] = self._as_it_is(node)
+
+    def _settle(self) -> None:
+        for region in self.unsettled:
+            region.settle(self)
+        self.unsettled = []
 
     def _saved(self, node: Any, ticket: Any) -> Any:
         """What the backward program is given: arrays of fixed capacity, where the region made or read them."""
@@ -381,7 +605,7 @@ class _Run:
             return ticket
         if node in self.crossed or node in self.padded:
             self.recording.saved.add(node.name)
-        return self._arg(node)
+        return self.arg(node)
 
     def _result(self, node: Any) -> Any:
         if not isinstance(node, Node):
@@ -399,9 +623,11 @@ class _Run:
         if isinstance(found, torch.Tensor):
             if _is_handle(node):
                 return self._ordinary(node)
+            axis = self.graph.axes.get(node)
+            if axis is None:
+                return found
             self._settle()
-            axis = self.rows.axis(value(node))
-            return found if axis is None else found.narrow(axis[0], 0, self.host[axis[1]])
+            return found.narrow(axis[0], 0, self.host[axis[1]])
         if is_number(node):
             self._settle()
             return _evaluate(value(node), {**self._known(), **self.host})
@@ -448,170 +674,14 @@ class _Run:
         args = torch.fx.map_arg(node.args, self._real)
         return target(*args, **torch.fx.map_arg(node.kwargs, self._real))
 
-    def _settle(self) -> None:
-        """Ask the device whether the scene fits, and how many rows there are."""
-        names = [name for name in self.counts if name not in self.host]
-        if not names and not self.grids:
-            return
-        told = [*(g.fault for g in self.grids), *(self.counts[name] for name in names)]
-        numbers = torch.cat(told).tolist()
-        faults, found = numbers[: len(self.grids)], numbers[len(self.grids) :]
-        self.grids = []
-        for fault in faults:
-            if fault:
-                raise DoesNotFit(str(fault_of(fault)))
-        self.host.update(zip(names, found))
+    # ---- within regions
 
-    # ---- regions
+    def arg(self, node: Any) -> Any:
+        """A value as a region reads it."""
+        return self.crossed[node] if node in self.crossed else self.env[node]
 
-    def _region(self, segment: list[Node]) -> None:
-        if self.on_gpu:
-            self._captured(segment)
-            return
-        running.fixed = True
-        try:
-            inside = set(segment)
-            for node in segment:
-                for given in node.all_input_nodes:
-                    if given not in inside and given not in self.crossed and given not in self.padded:
-                        self.crossed[given] = self._cross(given)
-                self.env[node] = self._fixed(node)
-        finally:
-            running.fixed = False
-
-    def _captured(self, segment: list[Node]) -> None:
-        """A region on a GPU: its inputs are copied into arrays, and its graph is replayed."""
-        number = (self.graph.of_forward is not None, segment[0].name)
-        region = self.recording.regions.get(number)
-        is_new = region is None
-        region = region or Region()
-        inside = set(segment)
-        crossing = dict.fromkeys(
-            given
-            for node in segment
-            for given in node.all_input_nodes
-            if given not in inside and not (given in self.graph.in_region or given in self.crossed)
-        )
-        for node in crossing:
-            self.crossed[node] = self._put(region, node, is_new)
-        for node in segment:
-            for given in node.all_input_nodes:
-                if given not in inside and given not in crossing and isinstance(self._arg(given), torch.Tensor):
-                    self._in_place(region, given, self._arg(given), is_new)
-        if is_new:
-            self._record(region, segment)
-            self.recording.regions[number] = region
-        region.replay()  # type: ignore[misc]
-        self.env.update(region.values)
-        self.counts.update(region.made)
-        if region.status is not None:
-            numbers = region.status.tolist()
-            for fault in numbers[: region.faults]:
-                if fault:
-                    raise DoesNotFit(str(fault_of(fault)))
-            self.host.update(zip(region.made, numbers[region.faults :]))
-        if any(self.host.get(name, 2) < 2 for name in self.rows.norms):
-            raise DoesNotFit("a norm over fewer than two rows")
-
-    def _put(self, region: Region, node: Any, is_new: bool) -> Any:
-        """A value of this call where the graph reads it."""
-        found = self.env[node]
-        if not isinstance(found, torch.Tensor):
-            if node in self.padded:  # a capacity, as the forward program saved it
-                return found
-            if is_number(node) and (name := symbol(value(node))) in self.rows.symbols and name is not None:
-                return self._capacity(name, found)
-            if is_new:
-                region.constants[node] = found
-            elif region.constants.get(node) != found:
-                raise DoesNotFit(f"it was captured with {region.constants.get(node)}, and the scene has {found}")
-            return found
-        if node in self.padded or _is_handle(node):
-            return self._in_place(region, node, found, is_new)
-        axis = self.rows.axis(value(node))
-        if axis is None:
-            if isinstance(found, torch.nn.Parameter) or node in self.graph.static or not found.is_cuda:
-                return self._in_place(region, node, found, is_new)
-            if is_new:
-                region.arrays[node] = found.detach().clone()
-            elif region.arrays[node].shape != found.shape:
-                raise DoesNotFit(
-                    f"a tensor of {tuple(found.shape)} is given, and {tuple(region.arrays[node].shape)} was"
-                )
-            else:
-                region.arrays[node].copy_(found)
-            return region.arrays[node]
-        place, name = axis
-        rows = found.shape[place]
-        capacity = self._capacity(name, rows)
-        if name not in region.counts:
-            region.counts[name] = torch.zeros(1, dtype=torch.int32, device=found.device)
-        if name not in self.counts:
-            self.counts[name] = region.counts[name]
-            region.counts[name].fill_(rows)
-        if is_new:
-            shape = list(found.shape)
-            shape[place] = capacity
-            region.arrays[node] = found.new_full(
-                shape, 0 if found.is_floating_point() or found.dtype == torch.bool else -1
-            )
-        array = region.arrays[node]
-        array.narrow(place, 0, rows).copy_(found)
-        before = region.filled.get(node, 0)
-        if rows < before and not found.is_floating_point():
-            array.narrow(place, rows, before - rows).fill_(0 if found.dtype == torch.bool else -1)
-        region.filled[node] = rows
-        return array
-
-    def _in_place(self, region: Region, node: Any, found: torch.Tensor, is_new: bool) -> torch.Tensor:
-        if is_new:
-            region.addresses[node] = found.data_ptr()
-        elif region.addresses.get(node) != found.data_ptr() and not _is_handle(node):
-            raise DoesNotFit("a parameter lies elsewhere now")
-        return found
-
-    def _record(self, region: Region, segment: list[Node]) -> None:
-        from sparseconv.gpu import graphs  # loaded where it is used
-
-        given = dict(self.counts)
-
-        def body() -> tuple[torch.Tensor | None, dict[Node, Any], dict[str, torch.Tensor]]:
-            self.counts, self.grids = dict(given), []
-            running.fixed = True
-            try:
-                for node in segment:
-                    self.env[node] = self._fixed(node)
-            finally:
-                running.fixed = False
-            made = {n: c for n, c in self.counts.items() if n not in given}
-            parts = [*(g.fault for g in self.grids), *made.values()]
-            region.faults = len(self.grids)
-            kept = {node: self.env[node] for node in segment if any(u not in inside for u in node.users)}
-            kept |= {node: self.env[node] for node in segment if _is_handle(node)}
-            return torch.cat(parts) if parts else None, kept, made
-
-        inside = set(segment)
-        try:
-            with torch.no_grad():
-                region.replay, (region.status, region.values, region.made) = graphs.graph_of(body, self._device())
-        except RuntimeError as error:
-            self.program.broken = f"it cannot be captured: {str(error).splitlines()[0]}"
-            raise DoesNotFit(self.program.broken) from error
-        self.grids = []
-
-    def _cross(self, node: Any) -> Any:
-        """A value as the region reads it."""
-        found = self.env[node]
-        if isinstance(found, torch.Tensor):
-            if _is_handle(node):
-                return found
-            axis = self.rows.axis(value(node))
-            return found if axis is None else self._padded(found, *axis)
-        if is_number(node) and (name := symbol(value(node))) in self.rows.symbols and name is not None:
-            return self._capacity(name, found)
-        return found
-
-    def _capacity(self, name: str, rows: int) -> int:
+    def capacity(self, name: str, rows: int) -> int:
+        """The rows of the arrays of a symbol, of which a scene has ``rows``; raises DoesNotFit."""
         capacity = self.recording.capacity.get(name)
         if capacity is None:
             most = max(rows, self.program.most.get(name, 0))
@@ -622,52 +692,38 @@ class _Run:
         self.host[name] = rows
         return capacity
 
-    def _padded(self, tensor: torch.Tensor, axis: int, name: str) -> torch.Tensor:
-        rows = tensor.shape[axis]
-        capacity = self._capacity(name, rows)
-        if name not in self.counts:
-            self.counts[name] = torch.full((1,), rows, dtype=torch.int32, device=tensor.device)
-        dead = -1 if not tensor.is_floating_point() else float("nan") if self.program.poison else 0.0
-        shape = list(tensor.shape)
-        shape[axis] = capacity
-        padded = tensor.new_full(shape, 0 if tensor.dtype == torch.bool else dead)
-        padded.narrow(axis, 0, rows).copy_(tensor)
-        return padded
-
-    def _arg(self, node: Any) -> Any:
-        return self.crossed[node] if node in self.crossed else self.env[node]
-
-    def _fixed(self, node: Any) -> Any:
+    def fixed(self, node: Any) -> Any:
+        """What a node makes over arrays."""
         target: Any = node.target
         if target is aten._assert_scalar.default or target is aten.sym_constrain_range_for_size.default:
             return None
         if is_own(node, "rows"):
-            return self.counts[node.meta["rows"]]
-        args = torch.fx.map_arg(node.args, self._arg)
+            return self.recording.counts[node.meta["rows"]]
+        args = torch.fx.map_arg(node.args, self.arg)
         if is_own(node) and target._opname != "live" and not self.on_gpu:
-            found = self._of_live_rows(node, args)
+            found = self._of_live_rows(node)
         elif is_own(node, "grid"):
             return self._grid(node, args)
         else:
-            found = target(*args, **torch.fx.map_arg(node.kwargs, self._arg))
+            found = target(*args, **torch.fx.map_arg(node.kwargs, self.arg))
             if is_own(node, "target"):
                 name = symbol(value(node)[1].shape[0])
                 grid = held_by(found[0], VoxelGrid)
                 assert name is not None
                 assert grid.count is not None
-                self.counts[name] = grid.count
+                self.recording.counts[name] = grid.count
                 self.recording.capacity[name] = len(grid)
         return self._poisoned(node, found) if self.program.poison and "fills" not in node.meta else found
 
-    def _of_live_rows(self, node: Any, args: Any) -> Any:
+    def _of_live_rows(self, node: Any) -> Any:
         """An operator of this library on a CPU: it is given live rows, and its rows are put into arrays again."""
         target: Any = node.target
 
         def live(given: Any) -> Any:
-            found, v = self._arg(given), value(given)
-            if isinstance(found, torch.Tensor) and not _is_handle(given) and (axis := self.rows.axis(v)) is not None:
-                return found.narrow(axis[0], 0, min(found.shape[axis[0]], self._rows_of(axis[1])))
-            return self._rows_of(name) if is_number(given) and (name := symbol(v)) in self.counts else found
+            found, v = self.arg(given), value(given)
+            if isinstance(found, torch.Tensor) and (axis := self.graph.axes.get(given)) is not None:
+                return found.narrow(axis[0], 0, min(found.shape[axis[0]], self.host[axis[1]]))
+            return self.host[name] if is_number(given) and (name := symbol(v)) in self.host else found
 
         found = target(*torch.fx.map_arg(node.args, live))
         if target._opname == "filled":
@@ -681,17 +737,26 @@ class _Run:
         v = value(node)
         return tuple(map(place, v, found)) if isinstance(v, (tuple, list)) else place(v, found)
 
-    def _rows_of(self, name: Any) -> int:
-        self._settle()
-        return self.host[name]
+    def _padded(self, tensor: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+        rows = tensor.shape[axis]
+        shape = list(tensor.shape)
+        shape[axis] = self.capacity(name, rows)
+        counts = self.recording.counts
+        if name not in counts:
+            counts[name] = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+        counts[name].fill_(rows)
+        padded = _dead(tensor, shape, self.program.poison)
+        padded.narrow(axis, 0, rows).copy_(tensor)
+        return padded
 
     def _poisoned(self, node: Any, found: Any) -> Any:
         """NaN in dead rows, for tests: whatever reads one shows it."""
+        counts = self.recording.counts
 
         def dead(v: Any, t: Any) -> Any:
             if not isinstance(t, torch.Tensor) or not t.is_floating_point() or (axis := self.rows.axis(v)) is None:
                 return t
-            live = torch.arange(t.shape[axis[0]]) < self.counts[axis[1]]
+            live = torch.arange(t.shape[axis[0]], device=t.device) < counts[axis[1]]
             return torch.where(live.view([-1 if a == axis[0] else 1 for a in range(t.ndim)]), t, float("nan"))
 
         v = value(node)
@@ -703,19 +768,19 @@ class _Run:
         coords, items, size, origin = args
         name = symbol(value(node.args[0]).shape[0])
         assert name is not None
-        recording = self.recording
+        recording, program = self.recording, self.program
         example = recording.examples.get(node)
         if example is None:
-            own = coords[: int(self.counts[name])]
+            own = coords[: self.host[name]]
             example = VoxelGrid(own, items, tuple(size) or None, tuple(origin) or None)
             if not len(example):
                 raise DoesNotFit("a scene without voxels")
             recording.examples[node] = example
-            seen = self.program.extents.get(node.name, example.extent)
-            self.program.extents[node.name] = _around(seen, example.extent)
-        room = max(ROOM, recording.capacity[name] / len(example))
-        box = _grown(self.program.extents[node.name])
-        grid = FixedGrid(coords.contiguous(), self.counts[name], example, extent=box, room=room)
+            seen = program.extents.get(node.name, example.extent)
+            program.extents[node.name] = _around(seen, example.extent)
+        room = max(program.room, recording.capacity[name] / len(example))
+        box = _grown(program.extents[node.name])
+        grid = FixedGrid(coords.contiguous(), recording.counts[name], example, extent=box, room=room)
         self.grids.append(grid)
         return handle((grid,))
 
@@ -723,24 +788,15 @@ class _Run:
 
     def backward(self, call: Call) -> Any:
         self.recording, graph = call.recording, self.graph
-        forward = self.program.forward
-        assert forward is not None
         self.host = dict(call.counts)
-        for name, n in self.host.items():
-            self.counts[name] = torch.full((1,), n, dtype=torch.int32, device=self._device())
         for node in graph.inputs:
             if _is_handle(node):
                 self.env[node] = self.recording.held[node.name]
-        self.padded |= {n for n in graph.inputs if n.name in self.recording.saved}
-        for segment, captured in zip(graph.segments, graph.is_captured):
-            if not captured:
-                for node in segment:
-                    self.env[node] = self._as_it_is(node)
-            else:
-                self._region(segment)
+        self.padded = graph.in_region | {n for n in graph.inputs if n.name in self.recording.saved}
+        self._segments()
         return [self._result(n) for n in graph.output.args[0]]  # type: ignore[union-attr]
 
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         places = [t.device for t in self.env.values() if isinstance(t, torch.Tensor)]
         return next((d for d in places if d.type != "cpu"), places[0])
 

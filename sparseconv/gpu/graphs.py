@@ -36,17 +36,24 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+def graph_of(
+    run: Callable[[], Any], device: torch.device, tries: int = TRIES, worth: int = 0
+) -> tuple[Callable[[], None], Any]:
     """What replays a run, and what the run returned: tensors that every replay writes anew.
 
-    On streams of its own. The peak that torch keeps of its memory starts anew.
+    On streams of its own. The peak that torch keeps of its memory starts anew. ``tries`` and ``worth`` are those of
+    `least_memory`.
     """
-    graph, results = whole_graph(run, device)
+    graph, results = whole_graph(run, device, tries=tries, worth=worth)
     return graph.replay, results
 
 
 def whole_graph(
-    run: Callable[[], Any], device: torch.device, recorder: AbstractContextManager[Any] = NOBODY
+    run: Callable[[], Any],
+    device: torch.device,
+    recorder: AbstractContextManager[Any] = NOBODY,
+    tries: int = TRIES,
+    worth: int = 0,
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """`graph_of` with the graph itself. ``recorder`` is entered for each of its captures; the last one counts."""
     with torch.cuda.device(device):
@@ -69,7 +76,7 @@ def whole_graph(
             with capturing(graph, stream, again, pieces, recorder=recorder):
                 return graph, run()
 
-        return least_memory(capture, {stream: most, **dict.fromkeys(again.streams, 0)})
+        return least_memory(capture, {stream: most, **dict.fromkeys(again.streams, 0)}, tries, worth)
 
 
 @contextmanager
