@@ -16,6 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
 
 from sparseconv.compiler import traced as traced
+from sparseconv.compiler.fusion import fuse_inference, fuse_training
 from sparseconv.compiler.program import Pass, Program
 from sparseconv.compiler.rows import Rows
 from sparseconv.compiler.settings import as_settled
@@ -82,6 +83,7 @@ def _compiled(graph_module: GraphModule, inputs: Sequence[Any], program: Program
 
     def partition(joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
         rows.append(Rows(joint))
+        fuse_training(joint)
         results.append(num_fwd_outputs)
         return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **more)
 
@@ -97,6 +99,7 @@ def _compiled(graph_module: GraphModule, inputs: Sequence[Any], program: Program
 
     def inference(module: GraphModule, given: Any) -> Any:
         rows.append(Rows(module))
+        fuse_inference(module)
         return forward(module, given)
 
     compiled = aot_autograd(

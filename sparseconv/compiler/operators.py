@@ -77,8 +77,15 @@ TRAINING_SCHEMAS = (
 
 _ops: Any = torch.ops.sparseconv
 _library = torch.library.Library("sparseconv", "FRAGMENT")
-for _schema in (*SCHEMAS, *TRAINING_SCHEMAS):
-    _library.define(_schema)
+
+
+def define(*schemas: str) -> None:
+    """Add operators to the family."""
+    for schema in schemas:
+        _library.define(schema)
+
+
+define(*SCHEMAS, *TRAINING_SCHEMAS)
 
 
 class _Owner(bytearray):
@@ -131,7 +138,7 @@ def untraced_by_frames(run: Any) -> Any:
     return outside
 
 
-def _implement(name: str) -> Any:
+def implement(name: str) -> Any:
     """Register a function as what the operator of this name does, on every device."""
 
     def register(function: Any) -> Any:
@@ -146,7 +153,7 @@ def _implement(name: str) -> Any:
     return register
 
 
-def _shape_of(name: str) -> Any:
+def shape_of(name: str) -> Any:
     """Register what a trace knows of an operator's results."""
     return torch.library.register_fake(f"sparseconv::{name}", lib=_library)
 
@@ -168,29 +175,29 @@ def _grid_and_coords(grid: VoxelGrid) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- grids
 
 
-@_implement("grid")
+@implement("grid")
 def _grid(coords: torch.Tensor, items: int, voxel_size: list[float], origin: list[float]) -> torch.Tensor:
     own = coords.clone()  # a compiler may write into what it was given
     return handle((VoxelGrid(own, items, tuple(voxel_size or ()) or None, tuple(origin or ()) or None),))
 
 
-@_implement("subset")
+@implement("subset")
 def _subset(grid: torch.Tensor, mask: torch.Tensor, coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _grid_and_coords(held_by(grid, VoxelGrid).subset(mask))
 
 
-@_implement("lookup")
+@implement("lookup")
 def _lookup(grid: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
     return held_by(grid, VoxelGrid).lookup(coords)
 
 
-@_implement("to_dense")
+@implement("to_dense")
 def _to_dense(grid: torch.Tensor, x: torch.Tensor, items: int, start: list[int], shape: list[int]) -> torch.Tensor:
     box = IndexRange(tuple(start), [a + n for a, n in zip(start, shape)])
     return held_by(grid, VoxelGrid).to_dense(x, box).contiguous()
 
 
-@_implement("pool_items")
+@implement("pool_items")
 def _pool_items(grid: torch.Tensor, x: torch.Tensor, items: int, how: str) -> torch.Tensor:
     from sparseconv.ops import global_pooling  # loaded where it is used
 
@@ -203,7 +210,7 @@ def _pool_items(grid: torch.Tensor, x: torch.Tensor, items: int, how: str) -> to
     return how_to[how](x, held_by(grid, VoxelGrid))
 
 
-@_implement("standardise_items")
+@implement("standardise_items")
 def _standardise_items(grid: torch.Tensor, x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     from sparseconv.ops.items import standardised
 
@@ -214,7 +221,7 @@ def _standardise_items(grid: torch.Tensor, x: torch.Tensor, groups: int, eps: fl
     return x.clone() if y is x else y  # no result shares an operand's memory
 
 
-@_implement("inside")
+@implement("inside")
 def _inside(grid: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """The same grid, where its voxels lie in [0, shape)."""
     found = held_by(grid, VoxelGrid)
@@ -228,19 +235,19 @@ def _inside(grid: torch.Tensor, shape: list[int]) -> torch.Tensor:
     return handle((found,))
 
 
-_shape_of("grid")(_some_handle)
-_shape_of("inside")(_some_handle)
-_shape_of("subset")(lambda grid, mask, coords: _some_voxels(coords))
-_shape_of("lookup")(lambda grid, coords: coords.new_empty(coords.shape[0], dtype=torch.int64))
-_shape_of("to_dense")(lambda grid, x, items, start, shape: x.new_empty((items, x.shape[1], *shape)))
-_shape_of("standardise_items")(lambda grid, x, groups, eps: torch.empty_like(x))
-_shape_of("pool_items")(lambda grid, x, items, how: x.new_empty((items, x.shape[1])))
+shape_of("grid")(_some_handle)
+shape_of("inside")(_some_handle)
+shape_of("subset")(lambda grid, mask, coords: _some_voxels(coords))
+shape_of("lookup")(lambda grid, coords: coords.new_empty(coords.shape[0], dtype=torch.int64))
+shape_of("to_dense")(lambda grid, x, items, start, shape: x.new_empty((items, x.shape[1], *shape)))
+shape_of("standardise_items")(lambda grid, x, groups, eps: torch.empty_like(x))
+shape_of("pool_items")(lambda grid, x, items, how: x.new_empty((items, x.shape[1])))
 
 
 # ---- plans
 
 
-@_implement("plan")
+@implement("plan")
 def _plan(
     source: torch.Tensor,
     target: torch.Tensor | None,
@@ -300,18 +307,18 @@ def _plan_within(grid: VoxelGrid, shape: Sequence[int], kernel: Ints, window: di
     return plan_within(grid, cells, kernel, ends=ends, **window)
 
 
-@_implement("transposed")
+@implement("transposed")
 def _transposed(plan: torch.Tensor) -> torch.Tensor:
     back = held_by(plan, ConvolutionPlan).transpose()
     return handle((back, back.source, back.target))
 
 
-@_implement("target")
+@implement("target")
 def _target(plan: torch.Tensor, coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _grid_and_coords(held_by(plan, ConvolutionPlan).target)
 
 
-@_implement("execute")
+@implement("execute")
 def _execute(
     plan: torch.Tensor,
     x: torch.Tensor,
@@ -335,7 +342,7 @@ def _execute(
     return ready.execute(x, weight, bias, residual=residual, epilogue=epilogue)
 
 
-@_implement("pool")
+@implement("pool")
 def _pool(plan: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, how: str) -> torch.Tensor:
     from sparseconv.ops import pooling
 
@@ -346,14 +353,14 @@ def _pool(plan: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, how: str) -> 
     return pooling.avg_pool(x, ready, count_absent=how == "average_of_taps")
 
 
-@_implement("max_pool")
+@implement("max_pool")
 def _max_pool(plan: torch.Tensor, x: torch.Tensor, onto: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from sparseconv.ops import pooling
 
     return pooling.max_pool(x, held_by(plan, ConvolutionPlan))
 
 
-@_implement("max_unpool")
+@implement("max_unpool")
 def _max_unpool(plan: torch.Tensor, x: torch.Tensor, winners: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
     from sparseconv.ops import pooling
 
@@ -364,19 +371,19 @@ def _rows_onto(x: torch.Tensor, onto: torch.Tensor, channels: int | None = None)
     return x.new_empty((onto.shape[0], x.shape[1] if channels is None else channels))
 
 
-_shape_of("plan")(_some_handle)
-_shape_of("transposed")(_some_handle)
-_shape_of("target")(lambda plan, coords: _some_voxels(coords))
-_shape_of("execute")(lambda plan, x, weight, bias, residual, onto, *_: _rows_onto(x, onto, weight.shape[2]))
-_shape_of("pool")(lambda plan, x, onto, how: _rows_onto(x, onto))
-_shape_of("max_pool")(lambda plan, x, onto: (_rows_onto(x, onto), _rows_onto(x, onto).to(torch.int16)))
-_shape_of("max_unpool")(lambda plan, x, winners, onto: _rows_onto(x, onto))
+shape_of("plan")(_some_handle)
+shape_of("transposed")(_some_handle)
+shape_of("target")(lambda plan, coords: _some_voxels(coords))
+shape_of("execute")(lambda plan, x, weight, bias, residual, onto, *_: _rows_onto(x, onto, weight.shape[2]))
+shape_of("pool")(lambda plan, x, onto, how: _rows_onto(x, onto))
+shape_of("max_pool")(lambda plan, x, onto: (_rows_onto(x, onto), _rows_onto(x, onto).to(torch.int16)))
+shape_of("max_unpool")(lambda plan, x, winners, onto: _rows_onto(x, onto))
 
 
 # ---- convolutions with derivatives: the two operators of `sparseconv.autograd`, by a plan's handle
 
 
-@_implement("convolve")
+@implement("convolve")
 def _convolve(
     plan: torch.Tensor,
     x: torch.Tensor,
@@ -391,14 +398,14 @@ def _convolve(
     return checked_convolution(x.contiguous(), packed(weight), bias, number, rows, groups, adjoint, ready.backend)
 
 
-@_implement("weight_grad")
+@implement("weight_grad")
 def _weight_grad(plan: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, taps: int, groups: int) -> torch.Tensor:
     ready = held_by(plan, ConvolutionPlan)
     number = number_of(ready.kernel_map)
     return checked_weight_gradient(x.contiguous(), grad.contiguous(), number, taps, groups, ready.backend)
 
 
-@_implement("from_dense")
+@implement("from_dense")
 def _from_dense(grid: torch.Tensor, dense: torch.Tensor, rows: int, start: list[int]) -> torch.Tensor:
     """The cells of dense (B, C, *shape) at a grid's voxels, (N, C): the adjoint of to_dense."""
     coords = held_by(grid, VoxelGrid).coords.long()
@@ -407,7 +414,7 @@ def _from_dense(grid: torch.Tensor, dense: torch.Tensor, rows: int, start: list[
     return torch.where(live, dense.movedim(1, -1)[tuple(cells.unbind(1))], 0)
 
 
-@_implement("max_pick")
+@implement("max_pick")
 def _max_pick(plan: torch.Tensor, grad: torch.Tensor, winners: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
     """The adjoint of max_unpool over ``plan``: the values of fine rows at the winners of coarse ones."""
     from sparseconv.ops import pooling
@@ -415,14 +422,14 @@ def _max_pick(plan: torch.Tensor, grad: torch.Tensor, winners: torch.Tensor, ont
     return pooling.picked(grad, winners, held_by(plan, ConvolutionPlan))
 
 
-@_implement("spread_items")
+@implement("spread_items")
 def _spread_items(grid: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
     """Values (B, C) of batch items at the rows of each, (N, C): the adjoint of their sums."""
     items = held_by(grid, VoxelGrid).coords[:, 0].long()
     return torch.where((items >= 0)[:, None], values.index_select(0, items.clamp_min(0)), 0)
 
 
-@_implement("max_items")
+@implement("max_items")
 def _max_items(grid: torch.Tensor, x: torch.Tensor, items: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The maximum over the rows of each item (B, C), 0 for an empty one, and the first row that has it, -1 for none."""
     of_rows = held_by(grid, VoxelGrid).coords[:, :1]
@@ -440,7 +447,7 @@ def _max_items(grid: torch.Tensor, x: torch.Tensor, items: int) -> tuple[torch.T
     return torch.stack(found), torch.stack(winners)
 
 
-@_implement("unmax_items")
+@implement("unmax_items")
 def _unmax_items(grid: torch.Tensor, values: torch.Tensor, winners: torch.Tensor, rows: int) -> torch.Tensor:
     """Values (B, C) at the rows of their winners, (rows, C), 0 elsewhere: the adjoint of that choice."""
     found = values.new_zeros((rows, values.shape[1]))
@@ -448,7 +455,7 @@ def _unmax_items(grid: torch.Tensor, values: torch.Tensor, winners: torch.Tensor
     return found.scatter_add_(0, winners.clamp_min(0), torch.where(there, values, 0)) if rows else found
 
 
-@_implement("pick_items")
+@implement("pick_items")
 def _pick_items(grid: torch.Tensor, x: torch.Tensor, winners: torch.Tensor) -> torch.Tensor:
     """The values of x (N, C) at winners (B, C), 0 for none: the adjoint of unmax_items."""
     if not x.shape[0]:
@@ -456,19 +463,19 @@ def _pick_items(grid: torch.Tensor, x: torch.Tensor, winners: torch.Tensor) -> t
     return torch.where(winners >= 0, x.gather(0, winners.clamp_min(0)), 0)
 
 
-@_implement("rows")
+@implement("rows")
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """The number of rows of x, (1,) int32 on its device."""
     return torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
 
 
-@_implement("live")
+@implement("live")
 def _live(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """(N,) bool: the first ``count`` rows of x."""
     return torch.arange(x.shape[0], device=x.device) < count
 
 
-@_implement("filled")
+@implement("filled")
 def _filled(x: torch.Tensor, count: torch.Tensor, axis: int, fill: float) -> torch.Tensor:
     """x with ``fill`` in its dead rows, which lie along ``axis``."""
     if not has_dead_rows(x):
@@ -479,17 +486,17 @@ def _filled(x: torch.Tensor, count: torch.Tensor, axis: int, fill: float) -> tor
     return torch.where(live.view(shape), x, fill)
 
 
-@_implement("number.int")
+@implement("number.int")
 def _number_int(like: torch.Tensor, value: int) -> torch.Tensor:
     return torch.full((), value, dtype=torch.int64, device=like.device)
 
 
-@_implement("number.float")
+@implement("number.float")
 def _number_float(like: torch.Tensor, value: float) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float64, device=like.device)
 
 
-@_implement("arithmetic")
+@implement("arithmetic")
 def _arithmetic(function: str, numbers: list[torch.Tensor], constants: list[float], floating: bool) -> torch.Tensor:
     """A function of numbers () on a device; ``constants`` has NaN where the next of ``numbers`` stands."""
     left = iter(numbers)
@@ -500,7 +507,7 @@ def _arithmetic(function: str, numbers: list[torch.Tensor], constants: list[floa
     return run(*[t.to(torch.float64) for t in terms] if floating else terms).to(kind)
 
 
-@_implement("mean_rows")
+@implement("mean_rows")
 def _mean_rows(x: torch.Tensor, count: torch.Tensor, axis: int, dims: list[int], keepdim: bool) -> torch.Tensor:
     """The mean over ``dims`` of x, which is 0 in dead rows; ``axis`` has ``count`` live ones."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -538,8 +545,7 @@ def _masked(x: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     return torch.where(live, x, 0)
 
 
-@_implement("batch_norm")
-def _batch_norm(
+def batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -549,34 +555,56 @@ def _batch_norm(
     momentum: float,
     eps: float,
     single: bool,
+    residual: torch.Tensor | None = None,
+    slope: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
     """torch's batch norm in training over the live rows: y, their mean, 1 / std, and the next running statistics.
 
     Where ``single``, fewer than two rows are their own mean and leave the statistics as they are; else one row is an
-    error, as it is with torch.
+    error, as it is with torch. Then a residual is added, and what is negative is multiplied by ``slope``.
     """
     none = x.new_empty(0)
-    if not has_dead_rows(x):
-        if x.shape[0] < (2 if single else 1):
-            wide, of_channels = x.to(torch.promote_types(x.dtype, torch.float32)), x.new_zeros(x.shape[1]).float()
-            y = wide - wide
-            y = y if weight is None else y * weight
-            seen = wide.sum(0) if x.shape[0] else of_channels
-            tracked = (none, none) if mean is None or var is None else (mean.clone(), var.clone())
-            return (y if bias is None else y + bias).to(x.dtype), seen, torch.zeros_like(seen), *tracked
-        if x.shape[0] == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {torch.Size(x.shape)}"
-            )
-        if mean is None or var is None:
-            return *torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps), none, none
-        return torch.ops.aten._native_batch_norm_legit_functional(x, weight, bias, mean, var, True, momentum, eps)
-    if (kernels := _norm_kernels(x, weight, bias)) is not None:
-        moved: Any = None if mean is None or var is None else (mean.clone(), var.clone(), count.to(torch.int64))
-        norm = kernels.Norm(eps, momentum, 1.0, moved, count)
-        y, kept = kernels.forward(x.contiguous(), weight, bias, None, norm)
+    if has_dead_rows(x) and (kernels := _norm_kernels(x, weight, bias)) is not None:
+        moved: Any = None
+        if mean is not None and var is not None:  # the next ones; how many batches there were is counted elsewhere
+            both = torch.cat([mean, var])
+            moved = *both.chunk(2), torch.empty(1, dtype=torch.int64, device=x.device)
+        norm = kernels.Norm(eps, momentum, slope, moved, count)
+        y, kept = kernels.forward(
+            x.contiguous(), weight, bias, None if residual is None else residual.contiguous(), norm
+        )
         c = x.shape[1]
         return y, kept[:c], kept[c : 2 * c], *((none, none) if moved is None else moved[:2])
+    found: Any
+    if has_dead_rows(x):
+        found = _norm_of_live_rows(x, weight, bias, mean, var, count, momentum, eps)
+    elif x.shape[0] < (2 if single else 1):
+        wide, of_channels = x.to(torch.promote_types(x.dtype, torch.float32)), x.new_zeros(x.shape[1]).float()
+        y = wide - wide
+        y = y if weight is None else y * weight
+        seen = wide.sum(0) if x.shape[0] else of_channels
+        tracked = (none, none) if mean is None or var is None else (mean.clone(), var.clone())
+        found = (y if bias is None else y + bias).to(x.dtype), seen, torch.zeros_like(seen), *tracked
+    elif x.shape[0] == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {torch.Size(x.shape)}")
+    elif mean is None or var is None:
+        found = *torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps), none, none
+    else:
+        found = torch.ops.aten._native_batch_norm_legit_functional(x, weight, bias, mean, var, True, momentum, eps)
+    y = found[0] if residual is None else found[0] + residual
+    return (y if slope == 1 else torch.nn.functional.leaky_relu(y, slope) if slope else torch.relu(y)), *found[1:]
+
+
+def _norm_of_live_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    count: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     live, rows = _live(x, count)[:, None], count.to(wide.dtype)
     seen = _masked(wide, live).sum(0) / rows
@@ -587,14 +615,23 @@ def _batch_norm(
     y = y if weight is None else y * weight
     y = _masked(y if bias is None else y + bias, live).to(x.dtype)
     if mean is None or var is None:
-        return y, seen, std, none, none
+        return y, seen, std, x.new_empty(0), x.new_empty(0)
     unbiased = spread * (rows / (rows - 1))
     next_mean = torch.lerp(mean, seen.to(mean.dtype), momentum)
     return y, seen, std, next_mean, torch.lerp(var, unbiased.to(var.dtype), momentum)
 
 
-@_implement("batch_norm_back")
-def _batch_norm_back(
+@implement("batch_norm")
+def _batch_norm(*given: Any) -> tuple[torch.Tensor, ...]:
+    return batch_norm(*given)
+
+
+@implement("batch_norm_back")
+def _batch_norm_back(*given: Any) -> tuple[torch.Tensor, ...]:
+    return batch_norm_back(*given)
+
+
+def batch_norm_back(
     grad: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -607,18 +644,16 @@ def _batch_norm_back(
     eps: float,
     mask: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its gradients by x, weight and bias."""
+    """Gradients of `batch_norm` by x, weight and bias."""
     none = x.new_empty(0)
     if not has_dead_rows(x):
         given = grad, x, weight, mean, var, saved_mean, saved_std, training, eps, mask
         found: Any = torch.ops.aten.native_batch_norm_backward(*given)
         return tuple(none if t is None else t for t in found)  # type: ignore[return-value]
-    if training and saved_mean is not None and (kernels := _norm_kernels(x, weight, weight)) is not None:
-        x, norm = x.contiguous(), kernels.Norm(eps, 0.0, 1.0, None, count)
-        kept = torch.empty(kernels._kernels_of(x, weight, norm).size, dtype=torch.float32, device=x.device)
-        torch.cat([saved_mean, saved_std], out=kept[: 2 * x.shape[1]])  # type: ignore[list-item]
-        dx, dw, db, _ = kernels.backward(grad, x, None, weight, weight, kept, norm)
-        return dx, none if dw is None else dw, none if db is None else db
+    if training and saved_mean is not None and saved_std is not None:
+        back = norm_back_of_kernels(grad, x, None, weight, weight, saved_mean, saved_std, count, eps, 1.0)
+        if back is not None:
+            return back[:3]
     kind = torch.promote_types(x.dtype, torch.float32)
     live, rows = _live(x, count)[:, None], count.to(kind)
     centre: Any = saved_mean if training else mean
@@ -633,46 +668,78 @@ def _batch_norm_back(
     return _masked(of_x, live).to(x.dtype), of_weight.to(like.dtype), of_bias.to(like.dtype)
 
 
-@_shape_of("convolve")
+def norm_back_of_kernels(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    std: torch.Tensor,
+    count: torch.Tensor,
+    eps: float,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Gradients of `batch_norm` by x, weight, bias and residual, in two launches; None where kernels do not serve.
+
+    ``y`` is the result, where a residual was added before the activation.
+    """
+    kernels = _norm_kernels(x, weight, weight)
+    if kernels is None:
+        return None
+    x, norm, c = x.contiguous(), kernels.Norm(eps, 0.0, slope, None, count), x.shape[1]
+    size = kernels._kernels_of(x, weight, norm).size
+    whole = mean.untyped_storage().nbytes() - 4 * mean.storage_offset() >= 4 * size
+    if whole and std.data_ptr() == mean.data_ptr() + 4 * c:  # the workspace of the forward pass, as it kept it
+        kept = mean.as_strided((size,), (1,))
+    else:
+        kept = torch.empty(size, dtype=torch.float32, device=x.device)
+        torch.cat([mean, std], out=kept[: 2 * c])
+    dx, dw, db, dz = kernels.backward(grad, x, y, weight, bias, kept, norm)
+    none = x.new_empty(0)
+    return dx, none if dw is None else dw, none if db is None else db, dz
+
+
+@shape_of("convolve")
 def _(plan, x, weight, bias, rows, groups, adjoint):  # type: ignore[no-untyped-def]
     takes = weight.shape[2] if adjoint else weight.shape[1] * groups
     check_in_trace(x.shape[1] == takes, lambda: f"x has {x.shape[1]} channels, and the weight takes {takes}")
     return x.new_empty((rows, weight.shape[1] * groups if adjoint else weight.shape[2]))
 
 
-_shape_of("weight_grad")(lambda plan, x, grad, taps, groups: x.new_empty((taps, x.shape[1] // groups, grad.shape[1])))
-_shape_of("from_dense")(lambda grid, dense, rows, start: dense.new_empty((rows, dense.shape[1])))
-_shape_of("max_pick")(lambda plan, grad, winners, onto: _rows_onto(grad, onto))
-_shape_of("spread_items")(lambda grid, values, rows: values.new_empty((rows, values.shape[1])))
-_shape_of("max_items")(
+shape_of("weight_grad")(lambda plan, x, grad, taps, groups: x.new_empty((taps, x.shape[1] // groups, grad.shape[1])))
+shape_of("from_dense")(lambda grid, dense, rows, start: dense.new_empty((rows, dense.shape[1])))
+shape_of("max_pick")(lambda plan, grad, winners, onto: _rows_onto(grad, onto))
+shape_of("spread_items")(lambda grid, values, rows: values.new_empty((rows, values.shape[1])))
+shape_of("max_items")(
     lambda grid, x, items: (x.new_empty((items, x.shape[1])), x.new_empty((items, x.shape[1]), dtype=torch.int64))
 )
-_shape_of("unmax_items")(lambda grid, values, winners, rows: values.new_empty((rows, values.shape[1])))
-_shape_of("pick_items")(lambda grid, x, winners: x.new_empty(winners.shape))
-_shape_of("rows")(lambda x: x.new_empty(1, dtype=torch.int32))
-_shape_of("live")(lambda x, count: x.new_empty(x.shape[0], dtype=torch.bool))
-_shape_of("filled")(lambda x, count, axis, fill: torch.empty_like(x))
+shape_of("unmax_items")(lambda grid, values, winners, rows: values.new_empty((rows, values.shape[1])))
+shape_of("pick_items")(lambda grid, x, winners: x.new_empty(winners.shape))
+shape_of("rows")(lambda x: x.new_empty(1, dtype=torch.int32))
+shape_of("live")(lambda x, count: x.new_empty(x.shape[0], dtype=torch.bool))
+shape_of("filled")(lambda x, count, axis, fill: torch.empty_like(x))
 _library_shapes = {"number.int": torch.int64, "number.float": torch.float64}
 for _name, _dtype in _library_shapes.items():
-    _shape_of(_name)(lambda like, value, _dtype=_dtype: like.new_empty((), dtype=_dtype))
-_shape_of("arithmetic")(
+    shape_of(_name)(lambda like, value, _dtype=_dtype: like.new_empty((), dtype=_dtype))
+shape_of("arithmetic")(
     lambda function, numbers, constants, floating: numbers[0].new_empty((), dtype=torch.float64 if floating else None)
 )
 
 
-@_shape_of("mean_rows")
+@shape_of("mean_rows")
 def _(x, count, axis, dims, keepdim):  # type: ignore[no-untyped-def]
     return x.mean(dims, keepdim)
 
 
-@_shape_of("batch_norm")
+@shape_of("batch_norm")
 def _(x, weight, bias, mean, var, count, momentum, eps, single):  # type: ignore[no-untyped-def]
     of_channels = x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
     tracked = (x.new_empty(0), x.new_empty(0)) if mean is None else (torch.empty_like(mean), torch.empty_like(var))
     return torch.empty_like(x), of_channels, torch.empty_like(of_channels), *tracked
 
 
-@_shape_of("batch_norm_back")
+@shape_of("batch_norm_back")
 def _(grad, x, weight, mean, var, saved_mean, saved_std, count, training, eps, mask):  # type: ignore[no-untyped-def]
     like = x if weight is None else weight
     return torch.empty_like(x), like.new_empty(x.shape[1]), like.new_empty(x.shape[1])

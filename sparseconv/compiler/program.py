@@ -168,7 +168,7 @@ class Region:
                 elif node not in run.padded:
                     self.numbers.append((node, found))
                 continue
-            axis = None if node in run.padded or _is_handle(node) else rows.axis(known)
+            axis = None if node in run.padded or node in graph.handles else rows.axis(known)
             if axis is not None:
                 place, name = axis
                 shape = list(found.shape)
@@ -179,12 +179,12 @@ class Region:
                     own.append(name)
             elif (
                 node in run.padded
-                or _is_handle(node)
+                or node in graph.handles
                 or isinstance(found, torch.nn.Parameter)
                 or node in graph.static
                 or not found.is_cuda
             ):
-                if not _is_handle(node) and found.is_cuda:
+                if node not in graph.handles and found.is_cuda:
                     self.in_place.append(node)
                     self.addresses.append(found.data_ptr())
             else:
@@ -276,7 +276,7 @@ class Region:
         from sparseconv.gpu import graphs  # loaded where it is used
 
         inside = set(self.segment)
-        leaving = [n for n in self.segment if _is_handle(n) or any(u not in inside for u in n.users)]
+        leaving = [n for n in self.segment if n in run.graph.handles or any(u not in inside for u in n.users)]
 
         def body() -> dict[Node, Any]:
             self.body(run)
@@ -331,6 +331,7 @@ class Pass:
         self.program, self.module, self.results = program, graph_module, results
         self.nodes = list(graph_module.graph.nodes)
         self.inputs = [n for n in self.nodes if n.op == "placeholder"]
+        self.handles = {n for n in self.nodes if _is_handle(n)}
         self.output = next(n for n in self.nodes if n.op == "output")
         self.rows = rows
         self.static = {n for i, n in enumerate(self.inputs) if i in static}
@@ -362,7 +363,8 @@ class Pass:
                 stage[node] = least
             elif "unknown" in node.meta:
                 stage[node] = least + least % 2
-                self.program.note(f"{node.target} ends the region: {node.meta['unknown']} [{source_line(node)}]")
+                if not _writes(node):
+                    self.program.note(f"{node.target} ends the region: {node.meta['unknown']} [{source_line(node)}]")
             else:
                 stage[node] = least + 1 - least % 2
         return stage
@@ -476,7 +478,7 @@ class Pass:
     def call_of(self, args: Sequence[Any]) -> Call | None:
         """The forward run that these were saved by, None where it ran over the scene's own rows."""
         for node, arg in zip(self.inputs, args):
-            if _is_handle(node):
+            if node in self.handles:
                 held = own_of(arg)
                 return held if isinstance(held, Call) else None
         return None
@@ -488,7 +490,7 @@ class Pass:
 
 
 #: operators for whose sake a segment is captured
-WORK = {"grid", "plan", "convolve", "weight_grad"}
+WORK = {"grid", "plan", "convolve", "convolve_norm_act", "weight_grad"}
 
 
 def _is_work(node: Any) -> bool:
@@ -541,6 +543,8 @@ class _Run:
         self.crossed: dict[Node, Any] = {}
         #: by node: handles of ordinary grids and plans in place of those over arrays
         self.ordinary: dict[Node, torch.Tensor] = {}
+        #: by symbol: coordinates of the grids of those handles
+        self.coords: dict[str, torch.Tensor] = {}
         #: values that have the rows of the arrays, and not the scene's own
         self.padded: set[Node] = graph.in_region
         #: regions that were run, and not yet asked whether the scene fits
@@ -566,15 +570,29 @@ class _Run:
         out: Any = graph.output.args[0]
         first = len(out) if graph.results is None else graph.results
         ticket = None
-        if any(_is_handle(node) for node in out[first:]):
+        if any(node in graph.handles for node in out[first:]):
             ticket = handle((call,))
             recording.pending = weakref.ref(call)
-        results = [self._result(node) for node in out[:first]]
+        results = self._results(out[:first])
         # without a handle the backward program could not tell whose arrays these are: it gets the scene's own rows
-        results += [self._result(node) if ticket is None else self._saved(node, ticket) for node in out[first:]]
-        for node in graph.writes:  # the scene fits: nothing is left that could raise
-            self._as_it_is(node)
+        saved = out[first:]
+        results += self._results(saved) if ticket is None else [self._saved(node, ticket) for node in saved]
+        self._write()  # the scene fits: nothing is left that could raise
         return results
+
+    def _write(self) -> None:
+        """Write what the call leaves behind, such as running statistics."""
+        onto: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for node in self.graph.writes:
+            target, source = map(self._real, node.args[:2])
+            if target.shape == source.shape and target.dtype == source.dtype:
+                of_kind = onto.setdefault((target.dtype, target.device), ([], []))
+                of_kind[0].append(target)
+                of_kind[1].append(source)
+            else:
+                target.copy_(source)
+        for targets, sources in onto.values():
+            torch._foreach_copy_(targets, sources)
 
     def _segments(self) -> None:
         graph, regions = self.graph, self.recording.regions
@@ -600,19 +618,27 @@ class _Run:
         """What the backward program is given: arrays of fixed capacity, where the region made or read them."""
         if not isinstance(node, Node):
             return node
-        if _is_handle(node):
+        if node in self.graph.handles:
             self.recording.held[node.name] = self.env[node]
             return ticket
         if node in self.crossed or node in self.padded:
             self.recording.saved.add(node.name)
         return self.arg(node)
 
-    def _result(self, node: Any) -> Any:
-        if not isinstance(node, Node):
-            return node
-        found = self._real(node)
-        if isinstance(found, torch.Tensor) and node in self.padded and not _is_handle(node):
-            return found.clone()
+    def _results(self, nodes: Sequence[Any]) -> list[Any]:
+        """Values as the caller gets them: none of them in the memory of the graph."""
+        found = [self._real(node) if isinstance(node, Node) else node for node in nodes]
+        mine: dict[torch.dtype, list[int]] = {}
+        for i, (node, t) in enumerate(zip(nodes, found)):
+            if isinstance(t, torch.Tensor) and node in self.padded and node not in self.graph.handles:
+                mine.setdefault(t.dtype, []).append(i)
+        for dtype, places in mine.items():
+            if dtype.is_floating_point and len(places) > 1 and self.on_gpu:  # few launches for all of them
+                copies: Any = torch._foreach_mul([found[i] for i in places], 1.0)
+            else:
+                copies = [found[i].clone() for i in places]
+            for i, copy in zip(places, copies):
+                found[i] = copy
         return found
 
     def _real(self, node: Any) -> Any:
@@ -621,7 +647,7 @@ class _Run:
         if node not in self.padded:
             return found
         if isinstance(found, torch.Tensor):
-            if _is_handle(node):
+            if node in self.graph.handles:
                 return self._ordinary(node)
             axis = self.graph.axes.get(node)
             if axis is None:
@@ -647,25 +673,31 @@ class _Run:
     def _maker(self, node: Any) -> Callable[[], Any]:
         fixed = own_of(self.env[node])
         if isinstance(fixed, VoxelGrid):
-            self._settle()
-            rows = self._count_of(node)
-            coords, items = fixed.coords[:rows].clone(), fixed.batch_size
+            coords, items = self._coords_of(node, fixed), fixed.batch_size
             size, origin = fixed.voxel_size, fixed.origin
             return lambda: (VoxelGrid(coords, items, size, origin),)
         target: Any = node.target
 
         def real(given: Node) -> Any:
-            return self._ordinary(given) if given in self.padded and _is_handle(given) else self._real(given)
+            return self._ordinary(given) if given in self.padded and given in self.graph.handles else self._real(given)
 
         args = torch.fx.map_arg(node.args, real)
         return lambda: (own_of(target(*args)),)
 
-    def _count_of(self, node: Any) -> int:
-        """The rows of a grid's handle."""
+    def _coords_of(self, node: Any, fixed: VoxelGrid) -> torch.Tensor:
+        """The coordinates of the grid of a handle, which the next call does not write to."""
         if is_own(node, "grid"):
-            return self.host[str(symbol(value(node.args[0]).shape[0]))]
-        target: Any = node.args[0]  # a grid that a window reaches: the first of the operator's results
-        return self.host[str(symbol(value(target)[1].shape[0]))]
+            given: Any = node.args[0]
+            if given not in self.padded:
+                return self.env[given]
+            name = symbol(value(given).shape[0])
+        else:  # a grid that a window reaches: the first of the operator's results
+            name = symbol(value(node.args[0])[1].shape[0])
+        assert name is not None
+        if name not in self.coords:
+            self._settle()
+            self.coords[name] = fixed.coords[: self.host[name]].clone()
+        return self.coords[name]
 
     def _as_it_is(self, node: Any) -> Any:
         target: Any = node.target
@@ -790,11 +822,11 @@ class _Run:
         self.recording, graph = call.recording, self.graph
         self.host = dict(call.counts)
         for node in graph.inputs:
-            if _is_handle(node):
+            if node in self.graph.handles:
                 self.env[node] = self.recording.held[node.name]
         self.padded = graph.in_region | {n for n in graph.inputs if n.name in self.recording.saved}
         self._segments()
-        return [self._result(n) for n in graph.output.args[0]]  # type: ignore[union-attr]
+        return self._results(graph.output.args[0])  # type: ignore[arg-type]
 
     def device(self) -> torch.device:
         places = [t.device for t in self.env.values() if isinstance(t, torch.Tensor)]

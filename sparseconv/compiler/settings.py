@@ -56,6 +56,7 @@ def as_settled() -> None:
     stack = contextlib.ExitStack()
     stack.enter_context(config.patch(**WANTED))
     stack.enter_context(_norms_of_unknown_rows())
+    stack.enter_context(_without("_plans"))
     _open.append(stack)
     if _unset not in callback.callback_handler.end_callbacks:
         callback.on_compile_end(_unset)
@@ -91,6 +92,29 @@ def _norms_of_unknown_rows() -> Any:
         yield
     finally:
         functional._verify_batch_size = asked
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Any:
+    """Objects of this room that a program returns leave without that attribute, which only the trace reads: what is
+    kept in it would be made and returned at every call."""
+    from torch._dynamo.side_effects import SideEffects
+
+    kind: Any = SideEffects
+    prune = kind.prune_dead_object_new
+
+    def prune_first(self: Any, tx: Any) -> Any:
+        if not getattr(tx.output.compile_subgraph_reason, "graph_break", True):
+            for of, attributes in self.store_attr_mutations.items():
+                if getattr(getattr(of, "value_type", None), "__module__", "") == f"{__package__}.traced":
+                    attributes.pop(name, None)
+        return prune(self, tx)
+
+    kind.prune_dead_object_new = prune_first
+    try:
+        yield
+    finally:
+        kind.prune_dead_object_new = prune
 
 
 def _batch_norm(

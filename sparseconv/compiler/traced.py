@@ -53,6 +53,7 @@ class TracedGrid(VoxelGrid):
     handle: torch.Tensor
     base: VoxelGrid | None
     made_by: TracedPlan | None
+    _plans: dict[Any, Any] | None = None
 
     def __init__(
         self,
@@ -97,7 +98,6 @@ class TracedGrid(VoxelGrid):
     ) -> None:
         self.handle, self.coords, self.batch_size = made, coords, items
         self.base, self.scale, self.made_by = base, scale, None
-        self._plans: dict[Any, Any] = {}
 
     def moved(self, found: tuple[torch.Tensor, torch.Tensor], scale: Sequence[float] | None) -> TracedGrid:
         """The grid of a handle and its coords, in the same scene; ``scale`` multiplies the voxel size."""
@@ -146,7 +146,11 @@ class TracedGrid(VoxelGrid):
     @property
     def derived(self) -> dict[Any, Any]:  # type: ignore[override]
         """Plans of the trace; those of the grid itself, once the program has run."""
-        return self._plans if tracing() else self.real.derived
+        if not tracing():
+            return self.real.derived
+        if self._plans is None:
+            self._plans = {}
+        return self._plans
 
     @property
     def real(self) -> VoxelGrid:
