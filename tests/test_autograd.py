@@ -65,6 +65,22 @@ def test_compiled_networks_are_one_graph_and_equal():
         assert torch.allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", named("strided_overlap", "grouped"), ids=str)
+def test_compiled_graphs_have_second_derivatives(case):
+    """Where torch runs the graph as it is; sums of integers, so that both are equal to the bit."""
+    plan = build(case)
+    given = [t.requires_grad_() for t in operands(plan, case, integers=True)]
+    along = operands(plan, case, integers=True, seed=7)[:2]
+    found = []
+    for call in (plan.execute, torch.compile(lambda x, w: plan.execute(x, w), backend="eager", fullgraph=True)):
+        x, w, g = given
+        first = torch.autograd.grad(call(x, w), (x, w), g, create_graph=True)
+        found.append([*first, *torch.autograd.grad(first, given, along)])
+    assert len(found[0]) == 5
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_compiled_under_autocast():
     net, x = network()
     with torch.autocast("cpu", torch.bfloat16):

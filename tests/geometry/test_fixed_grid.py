@@ -374,6 +374,23 @@ def test_a_derived_grid_that_is_too_small_is_said(way: str) -> None:
     assert roomy.fault.tolist() == [0]
 
 
+@pytest.mark.parametrize("way", ["torch", "kernels"])
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_derived_grid_may_be_full(beyond: int, way: str) -> None:
+    if way == "kernels" and not INTERPRETED:
+        pytest.skip("needs the interpreter")
+    like = VoxelGrid(torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0]]))
+    every = torch.cartesian_prod(torch.arange(2), *[torch.arange(-14, 15, 4)] * 3).int()
+    grid = fixed(every[: 256 + beyond], 300, like)
+    plan = ConvolutionPlan(grid, 2, stride=2)
+    assert len(plan.target) == 256
+    if way == "kernels":
+        grid.fault.zero_()
+        grid._reach_on_gpu(plan.window, None, plan.target.extent, None, 256, False)
+    assert plan.target.count.tolist() == [256]
+    assert grid.fault.tolist() == [2 * beyond]
+
+
 def test_outputs_within_a_box() -> None:
     real = scene(60, 4, 9, batches=1)
     real = real[(real[:, 1:] >= 0).all(1)]
