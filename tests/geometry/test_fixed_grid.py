@@ -391,6 +391,14 @@ def test_a_derived_grid_may_be_full(beyond: int, way: str) -> None:
     assert grid.fault.tolist() == [2 * beyond]
 
 
+@pytest.mark.parametrize("ends", [(3, 5), (2, 5), (3, 4), (4, 4)], ids=str)
+def test_a_voxel_at_the_end_is_a_fault(ends: tuple[int, int]) -> None:
+    like = VoxelGrid(torch.tensor([[0, 0, 0], [0, 2, 4]]))
+    grid = fixed(like.coords, 5, like)
+    grid.end_at(torch.tensor(ends, dtype=torch.int32))
+    assert grid.fault.tolist() == [0 if ends == (3, 5) else 8]
+
+
 def test_outputs_within_a_box() -> None:
     real = scene(60, 4, 9, batches=1)
     real = real[(real[:, 1:] >= 0).all(1)]

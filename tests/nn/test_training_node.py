@@ -405,6 +405,15 @@ def test_inference_after_a_step_sees_the_new_statistics():
     close([after], [apart])
 
 
+def test_statistics_that_a_step_moves_have_changed_for_whoever_saved_them():
+    norm, x = nn.BatchNorm(4).to(DEVICE), sparse().to(DEVICE)
+    saved = x.features.clone().requires_grad_()
+    y = F.batch_norm(saved, norm.running_mean, norm.running_var)
+    norm(x.with_features(x.features.clone().requires_grad_()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_halves_keep_their_parameters_dtype():
     net, x = network().half(), sparse(voxels=60).to(DEVICE, torch.float16)
     if DEVICE == "cpu":  # torch's CPU kernels have no half cross products of every kind

@@ -436,7 +436,13 @@ def test_packed_weights_of_another_layout_or_dtype_are_refused(grid):
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(TypeError, match=r"computes in torch.bfloat16, but"):
             plan.execute(x, packed)
-        assert plan.execute(x, plan.pack(torch.randn(27, 4, 6).bfloat16())).dtype == torch.bfloat16
+        halves = plan.pack(torch.randn(27, 4, 6).bfloat16())
+        assert plan.execute(x, halves).dtype == torch.bfloat16
+        assert torch.equal(plan.execute(x.half(), halves), plan.execute(x.half().bfloat16(), halves))
+        with pytest.raises(TypeError, match=r"computes in torch.bfloat16, but .* packed in torch.float16"):
+            plan.execute(x.half(), plan.pack(torch.randn(27, 4, 6).half()))
+        with pytest.raises(TypeError, match=r"computes in torch.float64, but .* packed in torch.bfloat16"):
+            plan.execute(x.double(), halves)
     with pytest.raises(ValueError, match=r"x has 4 channels"):
         plan.execute(x, plan.pack(torch.randn(27, 6, 4)))
     for weight, error in ((torch.randn(9, 4, 6), ValueError), (torch.ones(27, 4, 6).long(), TypeError), (3, TypeError)):
