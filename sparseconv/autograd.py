@@ -1,4 +1,4 @@
-"""The one differentiable operation, as torch knows it; `sparseconv.plan.held_maps` has its twin for compiled graphs.
+"""The one differentiable operation, as torch knows it.
 
 Two operators, closed under differentiation (k over taps, over the edges of a kernel map E):
 
@@ -9,9 +9,10 @@ Two operators, closed under differentiation (k over taps, over the edges of a ke
     d adjoint     = {convolution of g with w, weight_gradient(g, x)}
     d weight_gradient with cotangent h = {adjoint of g with h, convolution of x with h}
 
-A kernel map travels through an operator's schema as an integer, since torch's schemas know no such type.
-The plan or graph node that holds the map keeps it alive. The schema says SymInt, so a compiled network serves every
-scene.
+Plain eager calls run a backend's kernel directly, with the kernel map as it is. Calls that torch's dispatcher must see
+(torch.compile, dispatch modes, subclasses of tensors) go through the operators ``torch.ops.sparseconv.convolution`` and
+``weight_gradient``. These take a tensor of the shape (N_in, N_out) that refers to its map, see `edges_tensor`: graphs
+of torch.compile keep tensors for their backward pass and nothing else, and sizes of tensors stay symbolic.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from sparseconv import transforms
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.numbered_maps import alive, check_convolution, check_weight_gradient, map_of
 from sparseconv.torch_private import (
     any_autocast,
     backward_pass,
@@ -38,9 +38,14 @@ from sparseconv.torch_private import (
     unwrap_dead,
 )
 
+#: a kernel map, or the tensor that stands for it
+Edges = KernelMap | torch.Tensor
+
+# ---- kernels
+
 
 def serving_backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, ...], groups: int, name: str) -> Backend:
-    """What serves these features with a weight of that shape."""
+    """The backend that serves these features with a weight of that shape; kept with the map."""
     key = ("backend", name, x.dtype, weight, groups)
     chosen = kernel_map.prepared.get(key)
     if chosen is None:
@@ -49,86 +54,29 @@ def serving_backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, .
     return chosen
 
 
-library = torch.library.Library("sparseconv", "FRAGMENT")
-library.define(
-    "convolution(Tensor x, Tensor weight, Tensor? bias, SymInt edges, SymInt rows, int groups, bool adjoint,"
-    " str backend) -> Tensor"
-)
-library.define("weight_gradient(Tensor x, Tensor grad, SymInt edges, int taps, int groups, str backend) -> Tensor")
-
-
 def _convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    edges: int,
-    rows: int,
+    edges: KernelMap,
     groups: int,
     adjoint: bool,
     backend: str,
 ) -> torch.Tensor:
-    kernel_map = map_of(edges)
-    serving = serving_backend(kernel_map, x, weight.shape, groups, backend)
+    serving = serving_backend(edges, x, weight.shape, groups, backend)
     if adjoint:
-        return serving.input_grad(x, weight, kernel_map, groups)
-    return serving.forward(x, weight, kernel_map, groups, bias)
+        return serving.input_grad(x, weight, edges, groups)
+    return serving.forward(x, weight, edges, groups, bias)
 
 
 def _weight_gradient(
-    x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int, backend: str
+    x: torch.Tensor, grad: torch.Tensor, edges: KernelMap, groups: int, taps: int, backend: str
 ) -> torch.Tensor:
-    kernel_map = map_of(edges)
-    serving = serving_backend(kernel_map, x, (taps, x.shape[1] // groups, grad.shape[1]), groups, backend)
-    return serving.weight_grad(x, grad, kernel_map, groups)
+    serving = serving_backend(edges, x, (taps, x.shape[1] // groups, grad.shape[1]), groups, backend)
+    return serving.weight_grad(x, grad, edges, groups)
 
 
-def checked_convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    edges: int,
-    rows: int,
-    groups: int,
-    adjoint: bool,
-    backend: str,
-) -> torch.Tensor:
-    """What torch has registered, which anybody may call; a plan's own calls are checked by the plan."""
-    check_convolution(map_of(edges), x, weight, bias, rows, groups, adjoint)
-    return _convolution(x, weight, bias, edges, rows, groups, adjoint, backend)
-
-
-def checked_weight_gradient(
-    x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int, backend: str
-) -> torch.Tensor:
-    check_weight_gradient(map_of(edges), x, grad, taps, groups)
-    return _weight_gradient(x, grad, edges, taps, groups, backend)
-
-
-def both_gradients(
-    needs: tuple[bool, bool],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    edges: int,
-    sizes: tuple[int, int],
-    groups: int,
-    backend: str,
-    adjoint: bool = False,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dL/dx and dL/dw, as far as they are wanted, from dL/dy; ``sizes``: the rows of x and the taps."""
-    (of_x, of_weight), (rows, taps) = needs, sizes
-    if of_x and of_weight and not adjoint and is_last(grad, x, weight):
-        kernel_map = map_of(edges)
-        serving = serving_backend(kernel_map, x, weight.shape, groups, backend)
-        return serving.gradients(x, weight, grad, kernel_map, groups)
-    grad_x = grad_weight = None
-    if of_weight:  # first: its partial sums then lie where the input gradient will be
-        fine, coarse = (grad, x) if adjoint else (x, grad)
-        grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
-    if of_x:
-        grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
-    return grad_x, grad_weight
-
+# ---- who watches a call
 
 #: types of plain tensors, which no subclass intercepts
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -156,20 +104,6 @@ def is_direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return is_plain(x, *others) and not _in_autocast(x)
 
 
-def is_last(*tensors: torch.Tensor) -> bool:
-    """Whether both gradients of a convolution are wanted as they are, without derivatives of their own."""
-    return not torch.is_grad_enabled() and not functional() and is_direct(*tensors)
-
-
-def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
-    tensors = args[: function.num_tensors]
-    if is_plain(*tensors) and not functional():
-        return without_casts(tensors[0], _run, function, *args) if any_autocast() else _run(function, *args)
-    if transforms.present():  # which see through autograd functions only
-        return function.apply(*tensors, args[len(tensors) :])
-    return getattr(torch.ops.sparseconv, function.name)(*args)
-
-
 def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """run(*args) with autocast off, the operands being cast already; torch's own context costs as much as a layer."""
     if not _in_autocast(x):
@@ -182,59 +116,56 @@ def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any)
         torch.set_autocast_enabled(kind, True)
 
 
-def _run(function: type[_Linear], *args: Any) -> torch.Tensor:
-    """The kernel, with its derivative where one is wanted."""
+def _call(function: type[_Operator], *args: Any) -> torch.Tensor:
+    """An operator's result, with its derivative where one is wanted; args: its tensors, the edges, its other
+    arguments."""
+    count = function.num_tensors
+    tensors, edges = args[:count], args[count]
+    if isinstance(edges, KernelMap):
+        if is_plain(*tensors) and not functional():
+            return without_casts(tensors[0], _run, function, *args) if any_autocast() else _run(function, *args)
+        if transforms.present():  # which see through autograd functions only
+            return function.apply(*tensors, edges, args[count + 1 :])
+        args = (*tensors, edges_tensor(edges), *args[count + 1 :])
+    return getattr(torch.ops.sparseconv, function.name)(*args)
+
+
+def _run(function: type[_Operator], *args: Any) -> torch.Tensor:
     if torch.is_grad_enabled():
         for t in args[: function.num_tensors]:
             if t is not None and t.requires_grad:
-                return function.at_once(*args)
+                return _apply(function.eager, function.num_tensors, *args)
     return function.kernel(*args)
 
 
-def _at_once(function: type[_Linear], run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """An operator with the same derivative by the older signature of ``forward``, whose call costs some 12 us less than
-    the one that torch.func needs: torch binds the arguments of the latter through ``inspect`` each time.
-
-    Nor does it look for functional transforms, another 2 us: what one that is over has wrapped is unwrapped here.
-    """
-
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        function.keep(ctx, args)
-        return run(*args[:-1], *args[-1])
-
-    body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
-    made: Any = type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
-    unwrap: Any = unwrap_dead
-    if unwrap is None:
-        return lambda *args: made.apply(*args[: function.num_tensors], args[function.num_tensors :])
-    apply = super(torch.autograd.Function, made).apply
-
-    def at_once(*args: Any) -> torch.Tensor:
-        tensors = [t if t is None else unwrap(t) for t in args[: function.num_tensors]]
-        return apply(*tensors, args[len(tensors) :])
-
-    return at_once
+def _apply(function: type[torch.autograd.Function], count: int, *args: Any) -> torch.Tensor:
+    """``function.apply`` without its look for functional transforms, which takes 2 us: what one that is over has
+    wrapped is unwrapped here."""
+    if unwrap_dead is None:
+        return function.apply(*args[: count + 1], args[count + 1 :])
+    tensors = [t if t is None else unwrap_dead(t) for t in args[:count]]
+    return super(torch.autograd.Function, function).apply(*tensors, args[count], args[count + 1 :])  # type: ignore[misc]
 
 
-class _Linear(torch.autograd.Function):
-    """An operator's derivative; it goes under the operator's ``Autograd`` key, or runs the kernel directly.
+# ---- derivatives
 
-    It takes the operator's tensors, and one tuple of the operator's other arguments.
+
+class _Operator(torch.autograd.Function):
+    """An operator under torch.func, and the derivative that all its calls share.
+
+    Arguments of ``apply``: the operator's tensors, the edges, one tuple of its other arguments.
     """
 
     name: ClassVar[str]
     num_tensors: ClassVar[int]
     kernel: ClassVar[Callable[..., torch.Tensor]]
     checked: ClassVar[Callable[..., torch.Tensor]]
-    at_once: ClassVar[Callable[..., torch.Tensor]]
-
-    @classmethod
-    def run(cls, *args: Any) -> torch.Tensor:
-        return below(cls.name, cls.checked, args[: cls.num_tensors], args)
+    eager: ClassVar[type[torch.autograd.Function]]
 
     @classmethod
     def forward(cls, *args: Any) -> torch.Tensor:
-        return cls.run(*args[:-1], *args[-1])
+        found: torch.Tensor = _below(cls, *args[:-1], *args[-1])
+        return found
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -245,112 +176,272 @@ class _Linear(torch.autograd.Function):
     @classmethod
     def keep(cls, ctx: Any, inputs: tuple) -> None:
         """What `backward` reads; forward mode has its own."""
-        one, other, *_, ctx.call = inputs
+        one, other, *_, edges, ctx.rest = inputs
         of_one, of_other, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(one if of_other else None, other if of_one else None)
         ctx.sizes = one.shape[0], other.shape[0]
-        ctx.kernel_map = kernel_map = alive(ctx.call[0])
-        if cls is _Convolution and of_other and kernel_map is not None:
-            kernel_map.list_pairs()
+        ctx.edges = edges if isinstance(edges, KernelMap) else edges.__dict__.get("kernel_map")
+        kept = (one if of_other else None, other if of_one else None)
+        ctx.save_for_backward(*kept, *([edges] if ctx.edges is None else []))
+        if cls is _Convolution and of_other and ctx.edges is not None:
+            ctx.edges.list_pairs()
+
+    @classmethod
+    def run(cls, ctx: Any, inputs: tuple) -> torch.Tensor:
+        """`forward` and `setup_context` in one, for eager calls and the dispatcher's."""
+        cls.keep(ctx, inputs)
+        if isinstance(inputs[-2], KernelMap):
+            return cls.kernel(*inputs[:-1], *inputs[-1])
+        return cls.forward(*inputs)
+
+    @staticmethod
+    def kept(ctx: Any) -> tuple[Any, Any, Edges]:
+        one, other, *edges = ctx.saved_tensors
+        return one, other, edges[0] if edges else ctx.edges
 
     @classmethod
     def jvp(cls, ctx: Any, *tangents: Any) -> torch.Tensor:
         """The derivative along tangents of both factors and of the bias, for forward mode."""
-        (one, other), (of_one, of_other, *bias) = ctx.saved_tensors, tangents[:-1]
-        return _call(cls, of_one, other, *bias, *ctx.call) + _call(cls, one, of_other, *(None for _ in bias), *ctx.call)
+        (one, other), (of_one, of_other, *bias) = ctx.saved_tensors, tangents[:-2]
+        call = (ctx.edges, *ctx.rest)
+        return _call(cls, of_one, other, *bias, *call) + _call(cls, one, of_other, *(None for _ in bias), *call)
 
     @classmethod
     def vmap(cls, info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
         """A batch of calls over one map, for torch.func.vmap: as many times the groups, in one call."""
-        size, (*tensors, (edges, length, groups, *rest)) = info.batch_size, args
+        size, (*tensors, edges, (groups, *rest)) = info.batch_size, args
         if size == 0:  # an empty sum along the batch is a call like others, of which none is returned
             one = (t if dim is None or t is None else t.sum(dim) for t, dim in zip(tensors, dims))
-            return _call(cls, *one, edges, length, groups, *rest)[None][:0], 0
+            return _call(cls, *one, edges, groups, *rest)[None][:0], 0
         shared = dims[0] is None and groups == 1 and cls is _Convolution and not rest[0]
         if shared:  # then they are more output channels of the same rows
             stacked = [tensors[0], *(transforms.side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
         else:
             stacked, groups = [transforms.side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
-        found = _call(cls, *stacked, edges, length, groups, *rest)
+        found = _call(cls, *stacked, edges, groups, *rest)
         return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
 
 
-class _Convolution(_Linear):
-    name, num_tensors = "convolution", 3
-    kernel, checked = staticmethod(_convolution), staticmethod(checked_convolution)
+class _Convolution(_Operator):
+    name, num_tensors, kernel = "convolution", 3, staticmethod(_convolution)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        edges, _, groups, adjoint, backend = ctx.call
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        pair = both_gradients((of_x, of_weight), x, weight, grad, edges, ctx.sizes, groups, backend, adjoint)
-        return *pair, grad.sum(0) if of_bias else None, None
+        x, weight, edges = _Operator.kept(ctx)
+        (groups, adjoint, backend), (of_x, of_weight, of_bias, *_) = ctx.rest, ctx.needs_input_grad
+        pair = both_gradients((of_x, of_weight), x, weight, grad, edges, ctx.sizes[1], groups, backend, adjoint)
+        return *pair, grad.sum(0) if of_bias else None, None, None
 
 
-class _WeightGradient(_Linear):
-    name, num_tensors = "weight_gradient", 2
-    kernel, checked = staticmethod(_weight_gradient), staticmethod(checked_weight_gradient)
+class _WeightGradient(_Operator):
+    name, num_tensors, kernel = "weight_gradient", 2, staticmethod(_weight_gradient)
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
-        x, grad = ctx.saved_tensors
-        (edges, _, groups, backend), (rows_in, rows_out), (of_x, of_grad, _) = ctx.call, ctx.sizes, ctx.needs_input_grad
-        grad_x = grad_grad = None
-        if of_x:
-            grad_x = _call(_Convolution, grad, cotangent, None, edges, rows_in, groups, True, backend)
-        if of_grad:
-            grad_grad = _call(_Convolution, x, cotangent, None, edges, rows_out, groups, False, backend)
-        return grad_x, grad_grad, None
+        x, grad, edges = _Operator.kept(ctx)
+        (groups, _, backend), (of_x, of_grad, *_) = ctx.rest, ctx.needs_input_grad
+        grad_x = _call(_Convolution, grad, cotangent, None, edges, groups, True, backend) if of_x else None
+        grad_grad = _call(_Convolution, x, cotangent, None, edges, groups, False, backend) if of_grad else None
+        return grad_x, grad_grad, None, None
 
 
-def below(name: str, run: Callable[..., torch.Tensor], tensors: Sequence[Any], args: tuple) -> Any:
-    """An operator without its derivative; past the dispatcher where nobody listens."""
-    if below_autograd is None or is_direct(*tensors):
-        return run(*args)
+# torch binds the arguments of `setup_context`, which torch.func needs, through ``inspect``: some 12 us a call. So eager
+# calls have functions with the older signature of ``forward``.
+
+
+class _EagerConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:  # type: ignore[override]
+        return _Convolution.run(ctx, args)
+
+    backward = _Convolution.backward
+
+
+class _EagerWeightGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:  # type: ignore[override]
+        return _WeightGradient.run(ctx, args)
+
+    backward = _WeightGradient.backward
+
+
+def both_gradients(
+    needs: tuple[bool, bool],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    edges: Edges,
+    taps: int,
+    groups: int,
+    backend: str,
+    adjoint: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dL/dx and dL/dw of a convolution, as far as they are wanted, from dL/dy."""
+    of_x, of_weight = needs
+    last = not torch.is_grad_enabled() and not functional()  # without derivatives of their own
+    if of_x and of_weight and not adjoint and last and isinstance(edges, KernelMap) and is_direct(grad, x, weight):
+        serving = serving_backend(edges, x, weight.shape, groups, backend)
+        return serving.gradients(x, weight, grad, edges, groups)
+    grad_x = grad_weight = None
+    if of_weight:  # first: its partial sums then lie where the input gradient will be
+        fine, coarse = (grad, x) if adjoint else (x, grad)
+        grad_weight = _call(_WeightGradient, fine, coarse, edges, groups, taps, backend)
+    if of_x:
+        grad_x = _call(_Convolution, grad, weight, None, edges, groups, not adjoint, backend)
+    return grad_x, grad_weight
+
+
+# ---- the operators
+
+library = torch.library.Library("sparseconv", "FRAGMENT")
+library.define(
+    "convolution(Tensor x, Tensor weight, Tensor? bias, Tensor edges, int groups, bool adjoint, str backend) -> Tensor"
+)
+library.define("weight_gradient(Tensor x, Tensor grad, Tensor edges, int groups, int taps, str backend) -> Tensor")
+
+
+@transforms.untraced
+@transforms.constant
+def edges_tensor(kernel_map: KernelMap) -> torch.Tensor:
+    """What the operators take for a map: int64 (N_in, N_out) without values, which refers to the map while it lives."""
+    # no view, of which a compiled graph would keep a copy without the attribute
+    edges = torch.empty_strided((kernel_map.num_in, kernel_map.num_out), (0, 0), dtype=torch.int64)
+    edges.__dict__["kernel_map"] = kernel_map
+    return edges
+
+
+def _map_of(edges: Edges) -> KernelMap:
+    found = edges if isinstance(edges, KernelMap) else edges.__dict__.get("kernel_map")
+    if not isinstance(found, KernelMap):
+        raise RuntimeError(
+            "edges must be a tensor that sparseconv made for a kernel map, but it refers to none. Where torch.compile "
+            "keeps such a tensor, do not move what its graphs keep, as torch.autograd.graph.save_on_cpu does"
+        )
+    return found
+
+
+def checked_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    edges: Edges,
+    groups: int,
+    adjoint: bool,
+    backend: str,
+) -> torch.Tensor:
+    """The registered operator, which anybody may call; a plan checks its own calls."""
+    kernel_map = _map_of(edges)
+    _check_tensors(kernel_map, {"x": x, "weight": weight, "bias": bias})
+    _check_rows("x", x, kernel_map.num_out if adjoint else kernel_map.num_in)
+    if weight.ndim != 3 or weight.shape[0] != kernel_map.num_taps:
+        raise ValueError(f"the weight must be ({kernel_map.num_taps}, C_in/G, C_out); got {tuple(weight.shape)}")
+    group_in, c_out = weight.shape[1:]
+    _check_groups(groups, c_out)
+    takes = c_out if adjoint else group_in * groups
+    if x.shape[1] != takes:
+        raise ValueError(
+            f"x has {x.shape[1]} channels, but the weight {tuple(weight.shape)} in {groups} groups takes {takes}"
+        )
+    if bias is not None and (adjoint or bias.shape != (c_out,)):
+        wanted = "None for the adjoint" if adjoint else f"({c_out},)"
+        raise ValueError(f"the bias must be {wanted}; got {tuple(bias.shape)}")
+    return _convolution(x, weight, bias, kernel_map, groups, adjoint, backend)
+
+
+def checked_weight_gradient(
+    x: torch.Tensor, grad: torch.Tensor, edges: Edges, groups: int, taps: int, backend: str
+) -> torch.Tensor:
+    kernel_map = _map_of(edges)
+    _check_tensors(kernel_map, {"x": x, "grad": grad})
+    _check_rows("x", x, kernel_map.num_in)
+    _check_rows("grad", grad, kernel_map.num_out)
+    if taps != kernel_map.num_taps:
+        raise ValueError(f"the map has {kernel_map.num_taps} taps; got taps={taps}")
+    _check_groups(groups, x.shape[1], grad.shape[1])
+    return _weight_gradient(x, grad, kernel_map, groups, taps, backend)
+
+
+def _check_tensors(kernel_map: KernelMap, given: dict[str, torch.Tensor | None]) -> None:
+    first = given["x"]
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        if tensor.device != kernel_map.device:
+            raise ValueError(f"the map is on {kernel_map.device} but {name} is on {tensor.device}: move one of them")
+        if tensor.layout != torch.strided or not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name} must be dense and floating point; got {tensor.layout} of {tensor.dtype}")
+        if first is not None and tensor.dtype != first.dtype:
+            raise TypeError(f"x is {first.dtype} but {name} is {tensor.dtype}: cast one of them")
+
+
+def _check_rows(name: str, tensor: torch.Tensor, rows: int) -> None:
+    if tensor.ndim != 2 or tensor.shape[0] != rows:
+        raise ValueError(f"{name} must be ({rows}, C), one row a voxel of the map; got {tuple(tensor.shape)}")
+
+
+def _check_groups(groups: int, *channels: int) -> None:
+    if groups < 1 or any(count % groups for count in channels):
+        raise ValueError(f"channels must be multiples of groups; got {', '.join(map(str, channels))}, groups={groups}")
+
+
+def _below(function: type[_Operator], *args: Any) -> Any:
+    """An operator without its derivative; past the dispatcher where nobody watches."""
+    count = function.num_tensors
+    if below_autograd is None or is_direct(*args[:count]):
+        return function.checked(*args)
+    edges = args[count]
     with below_autograd():
+        edges = edges_tensor(edges) if isinstance(edges, KernelMap) else edges
+        return getattr(torch.ops.sparseconv, function.name)(*args[:count], edges, *args[count + 1 :])
+
+
+def _with_derivative(function: type[_Operator], *args: Any) -> torch.Tensor:
+    """What the dispatcher runs under its key ``Autograd``. A compiled graph has its own derivative and asks for none
+    here: that of `torch.library.register_autograd` would cost a second pass through the dispatcher, some 12 us."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[: function.num_tensors]):
+        return _apply(function.eager, function.num_tensors, *args)
+    found: torch.Tensor = _below(function, *args)
+    return found
+
+
+def _without_autocast(name: str, kind: str, *args: Any) -> Any:
+    """Operands are cast already, and products stay as they are."""
+    with torch.autocast(kind, enabled=False):
         return getattr(torch.ops.sparseconv, name)(*args)
 
 
-def register(name: str, run: Callable[..., torch.Tensor], with_derivative: Callable[..., torch.Tensor]) -> None:
-    """Tell torch what an operator runs; below autocast as it is: operands are cast already, and its products stay."""
-
-    def without_autocast(kind: str, *args: Any) -> Any:
-        with torch.autocast(kind, enabled=False):
-            return getattr(torch.ops.sparseconv, name)(*args)
-
-    library.impl(name, with_derivative, "Autograd")
-    for kind in ("CPU", "CUDA"):
-        library.impl(name, run, kind)
-        library.impl(name, partial(without_autocast, kind.lower()), f"Autocast{kind}")
-
-
-for _function in (_Convolution, _WeightGradient):
-    _function.at_once = staticmethod(_at_once(_function, _function.kernel))
-    register(_function.name, _function.checked, _at_once(_function, _function.run))
+_Convolution.checked, _Convolution.eager = staticmethod(checked_convolution), _EagerConvolution
+_WeightGradient.checked, _WeightGradient.eager = staticmethod(checked_weight_gradient), _EagerWeightGradient
+_OPERATORS: Sequence[type[_Operator]] = (_Convolution, _WeightGradient)
+for _function in _OPERATORS:
+    library.impl(_function.name, partial(_with_derivative, _function), "Autograd")
+    for _kind in ("CPU", "CUDA"):
+        library.impl(_function.name, _function.checked, _kind)
+        library.impl(_function.name, partial(_without_autocast, _function.name, _kind.lower()), f"Autocast{_kind}")
 
 
 @torch.library.register_fake("sparseconv::convolution", lib=library)
-def _(x, weight, bias, edges, rows, groups, adjoint, backend):  # type: ignore[no-untyped-def]
-    return x.new_empty((rows, weight.shape[1] * groups if adjoint else weight.shape[2]))
+def _(x, weight, bias, edges, groups, adjoint, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty((edges.shape[0 if adjoint else 1], weight.shape[1] * groups if adjoint else weight.shape[2]))
 
 
 @torch.library.register_fake("sparseconv::weight_gradient", lib=library)
-def _(x, grad, edges, taps, groups, backend):  # type: ignore[no-untyped-def]
+def _(x, grad, edges, groups, taps, backend):  # type: ignore[no-untyped-def]
     return x.new_empty((taps, x.shape[1] // groups, grad.shape[1]))
+
+
+# ---- calls
 
 
 def convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    edges: int | torch.Tensor,
-    rows: int,
+    edges: Edges,
     groups: int = 1,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """y (rows, C_out) from x (N_in, C_in) and weight (K, C_in/G, C_out) over the numbered map; differentiable to any
-    order in x, weight and bias (C_out,). Arguments are taken as checked: `ConvolutionPlan.execute` is the boundary."""
+    """y (N_out, C_out) from x (N_in, C_in) and weight (K, C_in/G, C_out); differentiable to any order in x, weight and
+    bias (C_out,). Arguments are taken as checked: `ConvolutionPlan.execute` is the boundary."""
     if torch.compiler.is_compiling():
         if exporting():
             raise RuntimeError(
@@ -358,32 +449,29 @@ def convolution(
                 "process, and no other has it. Make the VoxelGrid within what is exported, or use "
                 "sparseconv.export.export(net, (coords, features))"
             )
-        if isinstance(edges, torch.Tensor):
-            return torch.ops.sparseconv.held_convolution(x, weight, bias, edges, groups, False, backend)
-        return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
-    return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
+        return torch.ops.sparseconv.convolution(x, weight, bias, edges, groups, False, backend)
+    return _call(_Convolution, x, weight, bias, edges, groups, False, backend)
 
 
 def adjoint(
-    grad: torch.Tensor, weight: torch.Tensor, edges: int, rows: int, groups: int = 1, backend: str = "auto"
+    grad: torch.Tensor, weight: torch.Tensor, edges: KernelMap, groups: int = 1, backend: str = "auto"
 ) -> torch.Tensor:
-    """dL/dx (rows, C_in) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
-    return _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
+    """dL/dx (N_in, C_in) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
+    return _call(_Convolution, grad, weight, None, edges, groups, True, backend)
 
 
 def adjoint_onto(
-    grad: torch.Tensor, weight: torch.Tensor, edges: int, rows: int, groups: int, backend: str, other: torch.Tensor
+    grad: torch.Tensor, weight: torch.Tensor, edges: KernelMap, groups: int, backend: str, other: torch.Tensor
 ) -> torch.Tensor:
-    """`adjoint` plus another gradient (rows, C_in) of the same; without a derivative."""
+    """`adjoint` plus another gradient (N_in, C_in) of the same; without a derivative."""
     if not is_direct(grad, weight, other):
-        return adjoint(grad, weight, edges, rows, groups, backend) + other
-    kernel_map = map_of(edges)
-    serving = serving_backend(kernel_map, grad, weight.shape, groups, backend)
-    return serving.input_grad_onto(grad, weight, kernel_map, groups, other)
+        return adjoint(grad, weight, edges, groups, backend) + other
+    serving = serving_backend(edges, grad, weight.shape, groups, backend)
+    return serving.input_grad_onto(grad, weight, edges, groups, other)
 
 
 def weight_gradient(
-    x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int = 1, backend: str = "auto"
+    x: torch.Tensor, grad: torch.Tensor, edges: KernelMap, groups: int = 1, backend: str = "auto"
 ) -> torch.Tensor:
     """dL/dw (K, C_in/G, C_out) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
-    return _call(_WeightGradient, x, grad, edges, taps, groups, backend)
+    return _call(_WeightGradient, x, grad, edges, groups, edges.num_taps, backend)

@@ -31,7 +31,6 @@ FLOORS = {
     "geometry": 1,
     "backends": 2,
     "tensor": 2,
-    "numbered_maps": 2,
     "autograd": 3,
     "plan": 4,
     "ops": 5,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.numbered_maps import map_of, number_of
+from sparseconv.autograd import edges_tensor
 from tests.cases import Case, build, random_grid
 
 REFUSED = (ValueError, TypeError, RuntimeError)
@@ -21,10 +17,10 @@ def setting():
     """A map with more outputs than inputs, and operands of the operators by name."""
     grid = random_grid(Case("any", voxels=40, extent=6))
     plan = sc.ConvolutionPlan(grid, 2, target="full", groups=2)
-    edges, rows, taps = number_of(plan.kernel_map), plan.kernel_map.num_out, plan.num_taps
+    edges, rows, taps = edges_tensor(plan.kernel_map), plan.kernel_map.num_out, plan.num_taps
     x, g, w, b = (torch.randn(*s) for s in ((len(grid), 8), (rows, 12), (taps, 4, 12), (12,)))
-    convolution = dict(x=x, weight=w, bias=b, edges=edges, rows=rows, groups=2, adjoint=False, backend="auto")
-    adjoint = convolution | dict(x=g, bias=None, rows=len(grid), adjoint=True)
+    convolution = dict(x=x, weight=w, bias=b, edges=edges, groups=2, adjoint=False, backend="auto")
+    adjoint = convolution | dict(x=g, bias=None, adjoint=True)
     gradient = dict(x=x, grad=g, edges=edges, taps=taps, groups=2, backend="auto")
     return plan, {"convolution": convolution, "adjoint": adjoint, "weight_gradient": gradient}
 
@@ -52,13 +48,11 @@ BAD = {
     "grad_rows": ("grad", lambda v: v[:-1]),
     "grad_channels": ("grad", lambda v: v[:, :-1]),
     "grad_half": ("grad", torch.Tensor.half),
-    "rows": ("rows", lambda v: v + 1),
-    "rows_negative": ("rows", lambda v: -1),
     "groups": ("groups", lambda v: 5),
     "no_groups": ("groups", lambda v: 0),
     "taps": ("taps", lambda v: v + 1),
-    "map": ("edges", lambda v: 1),
-    "negative_map": ("edges", lambda v: -v),
+    "map": ("edges", torch.empty_like),
+    "copy_of_a_map": ("edges", torch.clone),
     "backend": ("backend", lambda v: "no such"),
 }
 
@@ -88,35 +82,9 @@ def test_a_compiled_program_checks_its_operands():
     given = operands["convolution"]
     x = given.pop("x")
     run = torch.compile(lambda x: OPS.convolution(x, **given), backend="aot_eager")
-    assert run(x).shape == (given["rows"], 12)
+    assert run(x).shape == (given["edges"].shape[1], 12)
     with pytest.raises(REFUSED):
         run(x[:5])
-
-
-def test_a_number_names_a_map_of_one_process_alone():
-    script = "from tests.test_operators import setting; plan, o = setting(); print(o['convolution']['edges'])"
-    found = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True) for _ in range(2)]
-    numbers = {int(one.stdout) for one in found} | {number_of(setting()[0].kernel_map)}
-    assert len(numbers) == 3
-    assert all(0 < n < 2**62 for n in numbers)
-    with pytest.raises(RuntimeError, match="another process"):
-        map_of(int(found[0].stdout))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
-def test_a_forked_child_draws_numbers_of_its_own():
-    plan, _ = setting()
-    first = number_of(plan.kernel_map)
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(write, str(number_of(plan.kernel_map.reverse())).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    number = int(os.read(read, 64))
-    mine = number_of(plan.kernel_map.reverse())
-    assert abs(number - mine) > 1000
-    assert number_of(plan.kernel_map) == first
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -21,7 +21,6 @@ from sparseconv.geometry.arguments import row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints
 from sparseconv.kinds import check_choice
-from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.weights import packed
@@ -394,15 +393,14 @@ def _convolve(
     adjoint: bool,
 ) -> torch.Tensor:
     ready = held_by(plan, ConvolutionPlan)
-    number = number_of(ready.kernel_map)
-    return checked_convolution(x.contiguous(), packed(weight), bias, number, rows, groups, adjoint, ready.backend)
+    kernel_map, backend = ready.kernel_map, ready.backend
+    return checked_convolution(x.contiguous(), packed(weight), bias, kernel_map, groups, adjoint, backend)
 
 
 @implement("weight_grad")
 def _weight_grad(plan: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, taps: int, groups: int) -> torch.Tensor:
     ready = held_by(plan, ConvolutionPlan)
-    number = number_of(ready.kernel_map)
-    return checked_weight_gradient(x.contiguous(), grad.contiguous(), number, taps, groups, ready.backend)
+    return checked_weight_gradient(x.contiguous(), grad.contiguous(), ready.kernel_map, groups, taps, ready.backend)
 
 
 @implement("from_dense")

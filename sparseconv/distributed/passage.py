@@ -9,7 +9,7 @@ import torch
 from sparseconv.autograd import adjoint, convolution, weight_gradient
 from sparseconv.autograd_function import Function
 from sparseconv.distributed.exchange import Exchange, returned
-from sparseconv.numbered_maps import number_of
+from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.plan.convolution import ConvolutionPlan
 
 
@@ -59,9 +59,9 @@ class Passage:
         own, halo = seen.split([len(self.own_rows), self.exchange.num_received])
         torch.index_select(x, 0, self.own_rows, out=own)
         under_way = self.exchange.forth(x, halo)
-        y = convolution(x, weight, bias, *_edges(self.inner, self.inner.kernel_map.num_out))
+        y = convolution(x, weight, bias, *_edges(self.inner))
         under_way.wait()
-        outside = convolution(seen, weight, bias, *_edges(self.outer, self.outer.kernel_map.num_out))
+        outside = convolution(seen, weight, bias, *_edges(self.outer))
         return y.index_copy_(0, self.rows, outside), halo
 
     def _backward(
@@ -72,13 +72,12 @@ class Passage:
         outside = grad.index_select(0, self.rows)
         grad_x = grad_weight = None
         if x is not None and halo is not None:
-            taps = self.inner.num_taps
-            grad_weight = weight_gradient(x, grad, *_edges(self.inner, taps))
-            grad_weight += weight_gradient(halo, outside, *_edges(self.beyond, taps))
+            grad_weight = weight_gradient(x, grad, *_edges(self.inner))
+            grad_weight += weight_gradient(halo, outside, *_edges(self.beyond))
         if weight is not None:
-            leaving = adjoint(outside, weight, *_edges(self.beyond, self.beyond.kernel_map.num_in))
+            leaving = adjoint(outside, weight, *_edges(self.beyond))
             under_way = self.exchange.back(leaving)
-            grad_x = adjoint(grad, weight, *_edges(self.inner, self.inner.kernel_map.num_in))
+            grad_x = adjoint(grad, weight, *_edges(self.inner))
             self._land(grad_x, under_way.wait())
         return grad_x, grad_weight
 
@@ -91,8 +90,8 @@ class Passage:
         grad_x.index_copy_(0, self.touched, total.to(grad_x.dtype))
 
 
-def _edges(plan: ConvolutionPlan, size: int) -> tuple[int, int, int, str]:
-    return number_of(plan.kernel_map), size, plan.groups, plan.backend
+def _edges(plan: ConvolutionPlan) -> tuple[KernelMap, int, str]:
+    return plan.kernel_map, plan.groups, plan.backend
 
 
 class _Sharded(Function):
@@ -124,10 +123,9 @@ def _differentiable(
     outside = grad.index_select(0, passage.rows)
     grad_x = grad_weight = None
     if x is not None:
-        taps = inner.num_taps
-        mine = weight_gradient(x, grad, *_edges(inner, taps))
-        grad_weight = mine + weight_gradient(exchange(x), outside, *_edges(beyond, taps))
+        mine = weight_gradient(x, grad, *_edges(inner))
+        grad_weight = mine + weight_gradient(exchange(x), outside, *_edges(beyond))
     if weight is not None:
-        leaving = adjoint(outside, weight, *_edges(beyond, beyond.kernel_map.num_in))
-        grad_x = adjoint(grad, weight, *_edges(inner, inner.kernel_map.num_in)) + returned(leaving, exchange)
+        leaving = adjoint(outside, weight, *_edges(beyond))
+        grad_x = adjoint(grad, weight, *_edges(inner)) + returned(leaving, exchange)
     return grad_x, grad_weight

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import convolution
+from sparseconv.autograd import Edges, convolution, edges_tensor
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits, inside
@@ -33,7 +33,6 @@ from sparseconv.plan.arguments import (
 )
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
-from sparseconv.plan.held_maps import names_of
 from sparseconv.plan.weights import PackedWeights, by_tap, pack, packed, unpacked
 from sparseconv.torch_private import any_autocast
 
@@ -184,7 +183,7 @@ class ConvolutionPlan(Movable):
         self.groups, self.backend, self.is_transposed = groups, backend, is_transposed
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
-        self._name()
+        self._edges_tensor = edges_tensor(self.kernel_map)
 
     @transforms.untraced
     def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
@@ -195,10 +194,6 @@ class ConvolutionPlan(Movable):
         plan = object.__new__(ConvolutionPlan)
         plan.__setstate__({**self.__dict__, "kernel_map": kernel_map, **changes})
         return plan
-
-    def _name(self) -> None:
-        self._names = names_of(self.kernel_map)
-        self._number = self._names.number
 
     # ---- reading
 
@@ -299,7 +294,8 @@ class ConvolutionPlan(Movable):
             ValueError: shapes, channels or devices that do not fit. TypeError: dtypes that differ or are not floating.
         """
         x, taps, bias, residual = self.operands(x, weight, bias, residual)
-        call = (self._names.now, self.kernel_map.num_out, self.groups, self.backend)
+        edges: Edges = self._edges_tensor if torch.compiler.is_compiling() else self.kernel_map
+        call = (edges, self.groups, self.backend)
         if residual is None and epilogue is None:
             return convolution(x, taps, bias, *call)
         return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
@@ -376,12 +372,12 @@ class ConvolutionPlan(Movable):
         return self.over(kernel_map, source=source, target=target)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_names", "_number")}
+        state = {k: v for k, v in self.__dict__.items() if k != "_edges_tensor"}
         return state | {"_source": self.source, "_target": self.target}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._name()
+        self._edges_tensor = edges_tensor(self.kernel_map)
 
     def __repr__(self) -> str:
         edges = self.kernel_map

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.autograd import (
+    Edges,
     both_gradients,
     convolution,
     is_direct,
@@ -14,7 +15,7 @@ from sparseconv.autograd import (
     serving_backend,
     without_casts,
 )
-from sparseconv.numbered_maps import alive, map_of
+from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.torch_private import functional
 
 if TYPE_CHECKING:
@@ -39,21 +40,20 @@ class _Fused(torch.autograd.Function):
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, None if epilogue is None else kept)
         ctx.set_materialize_grads(False)
-        ctx.epilogue, ctx.call, ctx.sizes = epilogue, call, (x.shape[0], weight.shape[0])
-        ctx.kernel_map = alive(call[0])
+        ctx.epilogue, ctx.call, ctx.taps = epilogue, call, weight.shape[0]
         return (y, kept) if apart else y
 
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_sum: torch.Tensor | None = None) -> tuple:  # type: ignore[override]
         x, weight, kept = ctx.saved_tensors
-        (edges, _, groups, backend), needs = ctx.call, ctx.needs_input_grad
+        (edges, groups, backend), needs = ctx.call, ctx.needs_input_grad
         if grad is not None and ctx.epilogue is not None:
             grad = ctx.epilogue.input_grad(grad, **{"y" if ctx.epilogue.saves_output else "x": kept})
         if grad_sum is not None:
             grad = grad_sum if grad is None else grad + grad_sum
         if grad is None:
             return (None,) * 6
-        pair = both_gradients(needs[:2], x, weight, grad, edges, ctx.sizes, groups, backend)
+        pair = both_gradients(needs[:2], x, weight, grad, edges, ctx.taps, groups, backend)
         return *pair, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
 
 
@@ -63,14 +63,12 @@ def _forward_fused(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     epilogue: Epilogue | None,
-    edges: int,
-    rows: int,
+    edges: KernelMap,
     groups: int,
     backend: str,
 ) -> torch.Tensor:
-    kernel_map = map_of(edges)
-    serving = serving_backend(kernel_map, x, weight.shape, groups, backend)
-    return serving.forward_fused(x, weight, kernel_map, groups, bias, residual, epilogue)
+    serving = serving_backend(edges, x, weight.shape, groups, backend)
+    return serving.forward_fused(x, weight, edges, groups, bias, residual, epilogue)
 
 
 def fused_convolution(
@@ -79,18 +77,17 @@ def fused_convolution(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     epilogue: Epilogue | None,
-    edges: int,
-    rows: int,
+    edges: Edges,
     groups: int = 1,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """epilogue(convolution + residual (rows, C_out)): one kernel where the backend has one, the same numbers elsewhere.
+    """epilogue(convolution + residual (N_out, C_out)): one kernel where a backend has one, the same numbers elsewhere.
 
     With a gradient, an activation whose derivative needs only its result (relu, sigmoid, tanh) is fused too and keeps
     nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after it.
     A result is rounded once, to the dtype of x: on a CPU a sum that is kept for halves is fp32.
     """
-    call, tensors = (edges, rows, groups, backend), (x, weight, bias, residual)
+    call, tensors = (edges, groups, backend), (x, weight, bias, residual)
     if residual is None and epilogue is None:
         return convolution(x, weight, bias, *call)
     with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -134,7 +134,8 @@ class _WithoutConvolutions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.sparseconv.convolution.default:
-            x, weight, _, _, rows, groups, adjoint = args[:7]
+            x, weight, _, edges, groups, adjoint = args[:6]
+            rows = edges.shape[0 if adjoint else 1]
             return x.new_zeros(rows, weight.shape[1] * groups if adjoint else weight.shape[2])
         return func(*args, **(kwargs or {}))
 

@@ -12,7 +12,6 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.interop.arguments import whole
 from sparseconv.interop.spconv.core import activated
 from sparseconv.kinds import check_values
-from sparseconv.numbered_maps import number_of
 from sparseconv.plan.arguments import autocast, check_operands
 from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.weights import packed
@@ -94,7 +93,7 @@ def convolved(
         x, taps, bias, _ = autocast(x, taps, bias, None)
     taps = packed(taps)
     check_operands(edges, 1, x, filters, taps, bias, None)
-    y = fused_convolution(x, taps, bias, None, None, number_of(edges), edges.num_out, 1, "auto")
+    y = fused_convolution(x, taps, bias, None, None, edges, 1, "auto")
     return activated(y, act_type, act_alpha)
 
 

@@ -25,7 +25,6 @@ from sparseconv.nn.fused.evaluation import PLAIN, are_near, lined_up, reads, ten
 from sparseconv.nn.fused.live_rows import live_rows, over_live_rows
 from sparseconv.nn.fused.normalize import Norm
 from sparseconv.nn.fused.remaking import Recipe, is_large, maker_of, makes_again, recipe_of, versions, without
-from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.torch_private import dispatch_modes, keeps_graph, others_save
 
@@ -40,13 +39,12 @@ class Call(NamedTuple):
     """What of a plan the convolution in a node needs; it keeps the map alive and not the plan's grids."""
 
     kernel_map: KernelMap
-    edges: int
     groups: int
     backend: str
 
     @staticmethod
     def of(plan: ConvolutionPlan) -> Call:
-        return Call(plan.kernel_map, number_of(plan.kernel_map), plan.groups, plan.backend)
+        return Call(plan.kernel_map, plan.groups, plan.backend)
 
 
 class Layer(NamedTuple):
@@ -69,7 +67,7 @@ class Stage(NamedTuple):
         call = self.call
         if call is None or taps is None:
             return x
-        return convolution(x, taps, None, call.edges, call.kernel_map.num_out, call.groups, call.backend)
+        return convolution(x, taps, None, call.kernel_map, call.groups, call.backend)
 
 
 @makes_again
@@ -145,7 +143,7 @@ class _Trained(torch.autograd.Function):
             del dres
             if call is None:
                 break
-            edges, rows = (call.edges, call.groups, call.backend), call.kernel_map.num_in
+            edges = call.kernel_map, call.groups, call.backend
             if needs[4 + 3 * at]:  # first: its partial sums then lie where the input gradient will be
                 if at == 0 and source is not None:
                     if streams is not None:  # what sums on the side stream read makes room for what is made next
@@ -166,9 +164,9 @@ class _Trained(torch.autograd.Function):
             if (
                 at == 0 and needs[0] and ctx.around and grad_residual is not None
             ):  # one gradient in place of two that torch would add
-                grad, grad_residual = adjoint_onto(dz, taps, edges[0], rows, *edges[1:], grad_residual), None
+                grad, grad_residual = adjoint_onto(dz, taps, *edges, grad_residual), None
             elif at or needs[0]:
-                grad = adjoint(dz, taps, edges[0], rows, *edges[1:])
+                grad = adjoint(dz, taps, *edges)
         return grad if needs[0] else None, grad_residual, None, None, *grads
 
 
@@ -180,14 +178,14 @@ def _let_go(tensors: Sequence[torch.Tensor]) -> None:
             storage.resize_(0)
 
 
-def _summed(x: torch.Tensor, grad: torch.Tensor, taps: torch.Tensor, edges: tuple[int, int, str]) -> torch.Tensor:
+def _summed(x: torch.Tensor, grad: torch.Tensor, taps: torch.Tensor, edges: tuple[KernelMap, int, str]) -> torch.Tensor:
     """The gradient of taps, beside what follows in a run that has streams for it.
 
     Not of wide layers, whose sums fill the card, and whose partial sums would lie beside what follows.
     """
 
     def run() -> torch.Tensor:
-        return weight_gradient(x, grad, edges[0], taps.shape[0], *edges[1:])
+        return weight_gradient(x, grad, *edges)
 
     streams = current()
     if streams is None or not taps.is_leaf or taps.shape[1] * taps.shape[2] > MOST_ASIDE:
