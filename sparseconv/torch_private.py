@@ -194,8 +194,6 @@ multiply_each: Callable[[list[torch.Tensor], torch.Tensor], None] = private(
 )
 #: have the allocator of a device give no more memory of a graph's pool, which torch leaves out where CUDA broke off
 end_pool: Callable[[int, tuple[int, int]], None] = private("_C._cuda_endAllocateToPool", lambda device, pool: None)
-#: oneDNN's product with what follows it, or None
-onednn_linear: Any = private("ops.mkldnn._linear_pointwise.default", None)
 
 
 # ---- tuples, lists and dicts of tensors

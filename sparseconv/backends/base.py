@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
 
 
+#: what all CPU backends compute beside int8
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 @dataclass(frozen=True)
 class Request:
     """One convolution as a backend sees it before any tensor exists.
@@ -203,3 +207,12 @@ def with_dense_rows(x: torch.Tensor) -> torch.Tensor:
     """x, copied only if its rows are not contiguous runs of channels."""
     lies = x.is_contiguous() or (x.shape[1] <= x.stride(0) and (x.stride(1) == 1 or x.shape[1] <= 1))
     return x if lies else x.contiguous()
+
+
+def not_on_cpu(request: Request) -> str | None:
+    """None where a request is for the CPU and of a dtype that it computes, else a sentence that says why not."""
+    if request.device.type != "cpu":
+        return f"it runs on the CPU and the plan is on {request.device}"
+    if request.dtype not in (*FLOATING, torch.int8):
+        return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64, or int8 without a gradient"
+    return None

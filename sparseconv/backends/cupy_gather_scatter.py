@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from sparseconv.backends.base import Request
-from sparseconv.backends.gather_scatter import FLOATING, GatherScatter
+from sparseconv.backends.base import FLOATING, Request
+from sparseconv.backends.gather_scatter import GatherScatter
 from sparseconv.gpu.launch_log import listeners, tell
 
 #: widest first: the CUDA type that moves so many bytes

@@ -13,11 +13,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from sparseconv.backends.base import Backend, Request, swap_channels, with_dense_rows
+from sparseconv.backends.base import Backend, Request, not_on_cpu, swap_channels, with_dense_rows
 from sparseconv.backends.integers import Rescale
 from sparseconv.geometry.kernel_map import KernelMap
-
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class GatherScatter(Backend):
@@ -162,15 +160,6 @@ class NumpyGatherScatter(GatherScatter):
         weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups
         widened = kernel_map.num_in * request.c_in + 4 * kernel_map.num_out * request.c_out + weight
         return super().workspace_bytes(replace(request, dtype=torch.float64)) + 8 * widened
-
-
-def not_on_cpu(request: Request) -> str | None:
-    """None where a request is for the CPU and of a dtype that it computes, else a sentence that says why not."""
-    if request.device.type != "cpu":
-        return f"it runs on the CPU and the plan is on {request.device}"
-    if request.dtype not in (*FLOATING, torch.int8):
-        return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64, or int8 without a gradient"
-    return None
 
 
 def _taps(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.llvm_implicit_gemm import chunks, integers, kernels, operands
+from sparseconv.backends.llvm_implicit_gemm import backend as engine
+from sparseconv.backends.llvm_implicit_gemm import kernels
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
 from sparseconv.geometry.cpu import loops
 from sparseconv.interop.spconv import point_loop
@@ -26,7 +27,7 @@ SECONDS = 2.0  # of compiling before a first call is answered
 WIDTHS = (1, 3, 7, 8, 9, 17, 31, 33, 63, 65, 127, 129, 1000)
 KINDS = ("forward", "weight_grad")
 
-Pattern = tuple[tuple[operands.Shape, ...], bool]
+Pattern = tuple[tuple[kernels.Shape, ...], bool]
 
 
 def pattern(channels: int, double: bool, cpu: str) -> Pattern:
@@ -34,7 +35,7 @@ def pattern(channels: int, double: bool, cpu: str) -> Pattern:
     return tuple(shape for shape, _ in runs), len(runs) == 1 and runs[0][1] == 1
 
 
-def text(kind: str, shapes: tuple[operands.Shape, ...], alone: bool, double: bool, cpu: str) -> str:
+def text(kind: str, shapes: tuple[kernels.Shape, ...], alone: bool, double: bool, cpu: str) -> str:
     sizes = (alone,) if kind == "weight_grad" else ()
     return kernels.Loops(kind, shapes, double, CPUS[cpu].target).text(*sizes)
 
@@ -57,15 +58,15 @@ def patterns(double: bool, cpu: str) -> set[Pattern]:
     ],
 )
 def test_columns(channels, vector, most, runs):
-    assert operands.columns(channels, vector, most) == runs
+    assert kernels.columns(channels, vector, most) == runs
 
 
 @pytest.mark.parametrize(("vector", "most"), [(2, 2), (4, 2), (8, 2), (4, 4), (8, 4), (16, 4)])
 def test_columns_cover_all_channels_in_few_runs(vector, most):
     for channels in range(1, 1100):
-        runs = operands.columns(channels, vector, most)
+        runs = kernels.columns(channels, vector, most)
         assert sum(sum(shape) * count for shape, count in runs) == channels
-        assert len(runs) <= operands.RUNS
+        assert len(runs) <= kernels.RUNS
         assert max(len(shape) for shape, _ in runs) <= most
 
 
@@ -268,9 +269,9 @@ def test_the_least_recently_used_go_first(cache, monkeypatch):
 WRITTEN = [
     (kernels.Loops, ("forward", ((8, 8), (8,)), False, host()), ()),
     (kernels.Loops, ("weight_grad", ((8, 8), (8,)), True, host()), (False,)),
-    (integers._Integers, ("quads_rescaled", ((8,),), False, host()), ()),
-    (chunks._Find, (), ()),
-    (chunks._Sort, (), ()),
+    (kernels._Integers, ("quads_rescaled", ((8,),), False, host()), ()),
+    (engine._Find, (), ()),
+    (engine._Sort, (), ()),
     (loops._Loop, ("keys", 1, 3), (4,)),
     (loops._Loop, ("edges", 5, 12), ()),
     (loops._Loop, ("mark", 3, 3), (3,)),
@@ -288,7 +289,7 @@ def test_the_key_holds_what_an_object_depends_on(monkeypatch):
     for name, value in (
         ("llvmlite.__version__", "0"),
         ("sparseconv.backends.llvm_implicit_gemm.kernels.DEPTH", 32),
-        ("sparseconv.backends.llvm_implicit_gemm.emitter.PLACES", {"arrived": 1}),
+        ("sparseconv.backends.llvm_implicit_gemm.kernels.PLACES", {"arrived": 1}),
         ("sparseconv.backends.llvm_implicit_gemm.kernels.Loops.sources", ("another",)),
     ):
         with monkeypatch.context() as patched:
@@ -320,5 +321,5 @@ def test_nothing_writes_a_text_but_what_its_key_holds(kind, given, sizes):
     finally:
         sys.setprofile(None)
     ours = {file for file in called if file.startswith(str(Path(sc.__file__).parent))}
-    assert kernels.__file__ in ours or kind not in (kernels.Loops, integers._Integers)
+    assert kernels.__file__ in ours or kind not in (kernels.Loops, kernels._Integers)
     assert ours - {target.__file__} <= files

@@ -14,7 +14,7 @@ import sparseconv as sc
 from sparseconv.backends import cpu_threads
 from sparseconv.backends.base import Request
 from sparseconv.backends.llvm_implicit_gemm import backend as engine
-from sparseconv.backends.llvm_implicit_gemm import chunks, kernels, operands
+from sparseconv.backends.llvm_implicit_gemm import kernels
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.llvm import compile as compiler
@@ -98,7 +98,7 @@ def test_integers_to_the_bit_in_every_dtype(dtype, identity):
 @pytest.mark.parametrize(("c_in", "c_out", "groups"), [(3, 5, 1), (140, 130, 1), (12, 40, 2), (0, 7, 1)])
 @pytest.mark.parametrize("identity", [1, 4])
 def test_an_identity_tap_begins_rows_that_hold_anything(monkeypatch, registers, c_in, c_out, groups, identity):
-    """In several steps of depth, blocks of columns, groups and regions of chunks."""
+    """In several steps of depth, blocks of columns, groups and regions of engine."""
     with_registers(monkeypatch, registers)
     monkeypatch.setattr(engine, "empty", lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
     monkeypatch.setattr(engine, "_threads", lambda multiplications: 3)
@@ -202,7 +202,7 @@ def test_a_forked_process_makes_its_own_threads():
     kernel_map = random_map(7, 600, 600, 8)
     x, w = torch.ones(600, 32), torch.ones(8, 32, 32)
     want = BACKEND.forward(x, w, kernel_map, 1)
-    nothing = operands.Operands()  # no parts: threads come and go
+    nothing = kernels.Operands()  # no parts: threads come and go
     address = kernels.kernel("forward", ((8,),), True, False, BACKEND.target or host())
     cpu_threads.run_on_threads(address, ctypes.addressof(nothing), 2, nothing)
 
@@ -255,7 +255,7 @@ def test_chunks_are_those_of_sorted_edges(rows, num_out):
     """The few edges of many rows are sorted by torch, others by a table of rows."""
     for seed in range(3):
         kernel_map = random_map(seed, 60, num_out, 5)
-        found = chunks.cut(kernel_map, rows)
+        found = engine.cut(kernel_map, rows)
         order = (kernel_map.pair_taps.long() * num_out + kernel_map.out_rows).argsort()
         ins, outs = kernel_map.in_rows[order], kernel_map.out_rows[order]
         cuts = np.append(np.arange(0, num_out, rows), num_out)
@@ -270,14 +270,14 @@ def test_chunks_are_those_of_sorted_edges(rows, num_out):
 def test_arrays_that_a_kernel_reads_by_address_are_never_replaced(monkeypatch):
     """Two threads may begin on one map at once: what the first has kept, and may be reading, stays."""
     kernel_map = random_map(3, 300, 400, 9)
-    unpatched, first = chunks._cut, []
+    unpatched, first = engine._cut, []
 
     def meanwhile(asked, rows):
-        monkeypatch.setattr(chunks, "_cut", unpatched)
+        monkeypatch.setattr(engine, "_cut", unpatched)
         first.append(engine._chunks(asked, 8, 8, 4))  # another thread's whole call
         return unpatched(asked, rows)
 
-    monkeypatch.setattr(chunks, "_cut", meanwhile)
+    monkeypatch.setattr(engine, "_cut", meanwhile)
     second = engine._chunks(kernel_map, 8, 8, 4)
     assert len(first) == 1
     assert all(a is b for a, b in zip(first[0], second))
