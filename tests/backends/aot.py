@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
+from sparseconv.backends.triton_implicit_gemm.config import ProblemSize, conv_candidates, weight_grad_candidates
 
 NAMES = {
     torch.float16: "fp16",
@@ -55,8 +55,8 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
         if name in constants:
             signature[name] = "constexpr"
             continue
-        if name == "weight" and config.bulk:
-            from sparseconv.backends.triton_implicit_gemm.gluon_kernels import shared_layout
+        if name == "weight" and config.tma_weights:
+            from sparseconv.backends.triton_implicit_gemm.gluon import shared_layout
 
             tile = (constants["BLOCK_K"], constants["BLOCK_N"])[:: -1 if constants["TRANSPOSED"] else 1]
             layout = shared_layout(tile[1], constants["UNIT"])
@@ -83,17 +83,17 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def channels(work: Work, wide: bool = False) -> dict:
+def channels(work: ProblemSize, index64: bool = False) -> dict:
     """The constants that both kernels share."""
     unit = 16 // work.dtype.itemsize if work.aligned else 1
     precision = "tf32" if work.dtype != torch.float32 else work.precision
     shared = {"GROUP_IN": work.group_in, "GROUP_OUT": work.group_out, "PACK": work.pack, "GROUPS": work.groups}
-    return {"UNIT": unit, **shared, "WIDE": wide, "HIDDEN": True, "PRECISION": precision}
+    return {"UNIT": unit, **shared, "INDEX64": index64, "ASM_LOADS": True, "PRECISION": precision}
 
 
-def works(arch: int, everything: bool) -> list[Work]:
+def works(arch: int, everything: bool) -> list[ProblemSize]:
     """What is compiled: dtypes, channels, groups and sizes; few of them unless everything is asked for."""
-    base = Work(torch.float16, 300_000, 27, 64, 64, 1, True, 132, CAPABILITY[arch])
+    base = ProblemSize(torch.float16, 300_000, 27, 64, 64, 1, True, 132, CAPABILITY[arch])
     few = [base, replace(base, group_in=256, group_out=256), replace(base, group_in=5, group_out=7, aligned=False)]
     few.append(replace(base, dtype=torch.float32, precision="ieee"))
     few.append(replace(base, num_rows=4_000_000))
@@ -129,7 +129,7 @@ def compile_all(arch: int, everything: bool) -> None:
         for transposed in (False,) if of_8_bits else (False, True):
             for config in first(conv_candidates(replace(work, transposed=transposed)), arch, everything):
                 constants = dict(
-                    channels(work, wide=transposed and everything),
+                    channels(work, index64=transposed and everything),
                     BLOCK_M=config.block_m,
                     BLOCK_N=config.block_n,
                     BLOCK_K=config.block_k,
@@ -138,8 +138,8 @@ def compile_all(arch: int, everything: bool) -> None:
                     HAS_BIAS=not transposed,
                     HAS_RESIDUAL=of_8_bits,
                     ACTIVATION=None,
-                    TO_SLOTS=config.split > 1,
-                    **({"BULK": config.bulk} if config.gluon else {}),
+                    TO_SLOTS=config.tap_groups > 1,
+                    **({"TMA_WEIGHTS": config.tma_weights} if config.gluon else {}),
                     RESCALE=of_8_bits,
                 )
                 out = "fp32" if constants["TO_SLOTS"] else None
@@ -155,7 +155,7 @@ def compile_all(arch: int, everything: bool) -> None:
             report("weight_grad_kernel", work, weight, constants, arch, "fp32")
 
 
-def report(name: str, work: Work, config, constants: dict, arch: int, out: str | None, **facts) -> None:
+def report(name: str, work: ProblemSize, config, constants: dict, arch: int, out: str | None, **facts) -> None:
     """Compile one kernel and print what it became."""
     module = config.kernels
     function = getattr(importlib.import_module(f"sparseconv.backends.triton_implicit_gemm.{module}"), name)

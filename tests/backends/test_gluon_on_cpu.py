@@ -19,7 +19,7 @@ PACKAGE = "sparseconv.backends.triton_implicit_gemm"
 
 @cache
 def program() -> Program:
-    return Program(*(f"{PACKAGE}.{name}" for name in ("gluon_kernels", "gluon_weight_grad")))
+    return Program(*(f"{PACKAGE}.{name}" for name in ("gluon",)))
 
 
 def integers(generator: torch.Generator, *shape: int, dtype: type = np.float16) -> np.ndarray:
@@ -47,7 +47,7 @@ def test_conv_kernel(transposed, rows, density, groups, blocks, stages, bulk, un
     launch(
         schedule, schedule.fixed, schedule.num_tiles, (x, weight, got, bias, residual), groups, (c, c), blocks,
         STAGES=stages, UNIT=unit, TRANSPOSED=transposed, HAS_BIAS=True, HAS_RESIDUAL=True,
-        ACTIVATION=lambda v: v * 2, BULK=bulk, RESCALE=False,
+        ACTIVATION=lambda v: v * 2, TMA_WEIGHTS=bulk, RESCALE=False,
     )  # fmt: skip
     np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
 
@@ -61,7 +61,8 @@ def test_sums_of_groups_side_by_side():
     operands = x, w, sums, bias, residual
     launch(
         schedule, schedule.fixed, schedule.num_tiles, operands, 1, (c, c), (64, 32, 32), STAGES=3, UNIT=8,
-        TRANSPOSED=False, HAS_BIAS=False, HAS_RESIDUAL=False, ACTIVATION=None, BULK=False, RESCALE=False, TO_SLOTS=True,
+        TRANSPOSED=False, HAS_BIAS=False, HAS_RESIDUAL=False, ACTIVATION=None, TMA_WEIGHTS=False, RESCALE=False,
+        TO_SLOTS=True,
     )  # fmt: skip
     idle = schedule.tile_counts.numpy() == 0
     assert idle.any()
@@ -101,7 +102,7 @@ def launch(schedule, fixed, tiles, operands, groups, channels, blocks, **constan
         row // unit, group_in * row // unit, row // unit,
         GROUP_IN=group_in, GROUP_OUT=group_out, PACK=1, GROUPS=groups,
         BLOCK_M=blocks[0], BLOCK_N=blocks[1], BLOCK_K=blocks[2],
-        WIDE=constants["TRANSPOSED"], HIDDEN=True, PRECISION="tf32", **constants,
+        INDEX64=constants["TRANSPOSED"], ASM_LOADS=True, PRECISION="tf32", **constants,
     )  # fmt: skip
 
 
@@ -131,6 +132,6 @@ def test_weight_grad_kernel(dtype, unit, c_in, c_out, groups, blocks, stages):
         "weight_grad_kernel", jobs * tiles, 4, x, grad, got, ins, outs, bounds[:-1].copy(), bounds[1:].copy(),
         np.arange(jobs, dtype=np.int32)[::-1].copy(), groups * c_in // unit, groups * c_out // unit,
         UNIT=unit, GROUP_IN=c_in, GROUP_OUT=c_out, PACK=1, GROUPS=groups, BLOCK_I=blocks[0], BLOCK_O=blocks[1],
-        BLOCK_P=blocks[2], STAGES=stages, WIDE=groups == 2, HIDDEN=True, PRECISION="tf32",
+        BLOCK_P=blocks[2], STAGES=stages, INDEX64=groups == 2, ASM_LOADS=True, PRECISION="tf32",
     )  # fmt: skip
     np.testing.assert_array_equal(got, want)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from sparseconv.backends.base import Request
-from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of
+from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, problem_size
 from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, conv_candidates, weight_grad_candidates
-from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
-from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
+from sparseconv.backends.triton_implicit_gemm.recipe import ConvSpec, WeightGradSpec
 from sparseconv.bench.timing import DTYPES, precision
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -96,23 +95,23 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
     request = Request(kernel_map, x.device, dtype, c_in, c_out, groups)
     aligned = c_in * dtype.itemsize % 16 == 0 and c_out * dtype.itemsize % 16 == 0
     for transposed, source, want in ((False, x, y + bias.double()), (True, g, dx)):
-        work = work_of(request, aligned, transposed)
+        work = problem_size(request, aligned, transposed)
         for config in conv_candidates(work):
             results = []
             for _ in range(2):
                 out = torch.full(want.shape, float("nan"), dtype=dtype, device="cuda")
-                recipe = ConvRecipe(config, work, source, w, transposed, None if transposed else bias)
+                recipe = ConvSpec(config, work, source, w, transposed, None if transposed else bias)
                 step = recipe.bind(kernel_map)
                 step(source, w, out, bias, source)
                 results.append(out)
             assert close(results[0], want), config
             assert torch.equal(*results), config
-    work = work_of(request, aligned)
+    work = problem_size(request, aligned)
     for config in weight_grad_candidates(work):
         results = []
         for _ in range(2):
             out = torch.full(w.shape, float("nan"), dtype=dtype, device="cuda")
-            WeightGradRecipe(config, work, x, g, taps).bind(kernel_map)(x, g, out)
+            WeightGradSpec(config, work, x, g, taps).bind(kernel_map)(x, g, out)
             results.append(out)
         assert close(results[0], dw), config
         assert torch.equal(*results), config
@@ -134,12 +133,12 @@ def test_the_copy_engine_brings_the_same_weights(dtype, block_n, warps, stages):
     for transposed, source, rows in ((False, x, g), (True, g, x)):
         copy = not half and not transposed
         plain = ConvConfig(128, block_n, 128 // dtype.itemsize, warps, stages, gluon=True, weight_copy=copy)
-        work = work_of(Request(kernel_map, x.device, dtype, 512, 1024), True, transposed)
+        work = problem_size(Request(kernel_map, x.device, dtype, 512, 1024), True, transposed)
         for weight in (w, w + 1):  # one step for weights at several addresses
             results = []
-            for config in (plain, replace(plain, bulk=True)):
+            for config in (plain, replace(plain, tma_weights=True)):
                 out = torch.full(rows.shape, float("nan"), dtype=dtype, device="cuda")
-                step = ConvRecipe(config, work, source, weight, transposed).bind(kernel_map)
+                step = ConvSpec(config, work, source, weight, transposed).bind(kernel_map)
                 step(source, weight, out, source, source)
                 step(source, weight, out.fill_(float("nan")), source, source)
                 results.append(out)
@@ -147,8 +146,8 @@ def test_the_copy_engine_brings_the_same_weights(dtype, block_n, warps, stages):
             assert all(torch.equal(results[0], out) for out in results)
             if half:
                 out, bias = torch.empty_like(rows), torch.linspace(-1, 1, rows.shape[1], device="cuda").to(dtype)
-                config = replace(plain, bulk=True, split=3)
-                step = ConvRecipe(config, work, source, weight, transposed, bias, rows).bind(kernel_map)
+                config = replace(plain, tma_weights=True, tap_groups=3)
+                step = ConvSpec(config, work, source, weight, transposed, bias, rows).bind(kernel_map)
                 step(source, weight, out.fill_(float("nan")), bias, rows)
                 assert close(out, results[0].double() + bias.double() + rows.double())
 
@@ -157,13 +156,13 @@ def test_the_copy_engine_brings_the_same_weights(dtype, block_n, warps, stages):
 def test_wide_addresses_change_nothing(split):
     kernel_map = scattered_map(2000, 2000, 27, 0.3)
     x, w, g = operands(kernel_map, 64, 64, 1, torch.float16)
-    work = work_of(Request(kernel_map, x.device, x.dtype, 64, 64), True)
+    work = problem_size(Request(kernel_map, x.device, x.dtype, 64, 64), True)
     for config in conv_candidates(work):
-        config = replace(config, split=split)
+        config = replace(config, tap_groups=split)
         results = []
-        for wide in (False, True):
+        for index64 in (False, True):
             out = torch.full(g.shape, float("nan"), dtype=x.dtype, device="cuda")
-            step = ConvRecipe(config, work, x, w, False, wide=wide).bind(kernel_map)
+            step = ConvSpec(config, work, x, w, False, index64=index64).bind(kernel_map)
             step(x, w, out, x, x)
             results.append(out)
         assert torch.equal(*results)

@@ -9,18 +9,20 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from sparseconv.backends.base import Request  # noqa: E402
-from sparseconv.backends.triton_implicit_gemm import steps  # noqa: E402
-from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm import recipe  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, problem_size  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     ConvConfig,
+    ProblemSize,
     WeightGradConfig,
-    Work,
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe  # noqa: E402
-from sparseconv.backends.triton_implicit_gemm.recipe import interpreted  # noqa: E402
-from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.recipe import (  # noqa: E402
+    ConvSpec,
+    WeightGradSpec,
+    interpreted,
+)
 from sparseconv.geometry.gpu import work_lists  # noqa: E402
 from sparseconv.geometry.kernel_map import KernelMap  # noqa: E402
 from sparseconv.pointwise import relu  # noqa: E402
@@ -49,19 +51,19 @@ class HalvedRelu:
 @pytest.mark.parametrize(
     "options",
     [
-        {"split": 3},
-        {"chunked": True},
+        {"tap_groups": 3},
+        {"morton_runs": True},
         {"weight_copy": True},
-        {"wide": True},
-        pytest.param({"split": 2, "wide": True}, marks=pytest.mark.slow),
-        pytest.param({"split": 3, "weight_copy": True}, marks=pytest.mark.slow),
+        {"index64": True},
+        pytest.param({"tap_groups": 2, "index64": True}, marks=pytest.mark.slow),
+        pytest.param({"tap_groups": 3, "weight_copy": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_variants_agree_with_the_oracle(case, options, monkeypatch):
     monkeypatch.setattr(work_lists, "CHUNK_ROWS", 20)
     options = dict(options)
-    wide = options.pop("wide", False)
+    index64 = options.pop("index64", False)
     config = ConvConfig(**{**SMALL.__dict__, **options})
     plan = build(case)
     x, w, g = operands(plan, case, torch.float32)
@@ -74,8 +76,8 @@ def test_variants_agree_with_the_oracle(case, options, monkeypatch):
     )
     for transposed, source, want in ((False, x, wants[0]), (True, g, wants[1])):
         out = torch.full(want.shape, float("nan"))
-        recipe = ConvRecipe(config, work_of(request, False, transposed), source, w, transposed, wide=wide)
-        step = recipe.bind(kernel_map)
+        spec = ConvSpec(config, problem_size(request, False, transposed), source, w, transposed, index64=index64)
+        step = spec.bind(kernel_map)
         step(source, w, out, source, source)
         assert error(out, want) < TOLERANCE[torch.float32]
 
@@ -95,10 +97,10 @@ def test_bias_residual_and_activation_in_the_store(split, transposed):
         want = oracle.convolve(x, w, edges, kernel_map.num_out, 1, bias)
     want = torch.from_numpy(want + residual.double().numpy()).clamp(min=0) * 0.5
     request = Request(kernel_map, x.device, x.dtype, case.c_in, case.c_out)
-    config = ConvConfig(**{**SMALL.__dict__, "split": split})
+    config = ConvConfig(**{**SMALL.__dict__, "tap_groups": split})
     out = torch.full(want.shape, float("nan"))
-    recipe = ConvRecipe(config, work_of(request, False, transposed), x, w, transposed, bias, residual, HalvedRelu())
-    step = recipe.bind(kernel_map)
+    spec = ConvSpec(config, problem_size(request, False, transposed), x, w, transposed, bias, residual, HalvedRelu())
+    step = spec.bind(kernel_map)
     step(x, w, out, bias, residual)
     assert error(out, want) < TOLERANCE[torch.float32]
     if not transposed:
@@ -119,7 +121,7 @@ def test_several_jobs_a_tap_are_added(case, monkeypatch):
     for programs in (27, 90):
         out = torch.full(w.shape, float("nan"))
         config = WeightGradConfig(16, 16, 16, 4, 2, programs)
-        WeightGradRecipe(config, work_of(request, False), x, g, plan.num_taps).bind(plan.kernel_map)(x, g, out)
+        WeightGradSpec(config, problem_size(request, False), x, g, plan.num_taps).bind(plan.kernel_map)(x, g, out)
         results.append(out)
     want = oracle.weight_grad(x, g, edges_of(plan), plan.num_taps, case.groups)
     assert all(error(out, want) < TOLERANCE[torch.float32] for out in results)
@@ -130,7 +132,7 @@ def test_several_jobs_a_tap_are_added(case, monkeypatch):
 @pytest.mark.parametrize("rows", [10, 5000, 300_000, 5_000_000])
 @pytest.mark.parametrize("groups", [1, 8])
 def test_at_most_four_candidates_that_fit_the_card(dtype, channels, rows, groups):
-    work = Work(dtype, rows, 27, *channels, groups, True)
+    work = ProblemSize(dtype, rows, 27, *channels, groups, True)
     for found in (conv_candidates(work), weight_grad_candidates(work)):
         assert 1 <= len(found) <= 4
         assert len(set(found)) == len(found)
@@ -155,8 +157,8 @@ def test_at_most_four_candidates_that_fit_the_card(dtype, channels, rows, groups
     ],
 )
 def test_whole_tiles_of_wide_weights_come_by_the_copy_engine(channels, rows, groups, wanted):
-    work = Work(torch.float16, rows, 27, channels[0] // groups, channels[1] // groups, groups, True)
-    assert conv_candidates(work)[0].bulk is wanted
+    work = ProblemSize(torch.float16, rows, 27, channels[0] // groups, channels[1] // groups, groups, True)
+    assert conv_candidates(work)[0].tma_weights is wanted
 
 
 @needs_interpreter
@@ -180,7 +182,7 @@ def test_a_recipe_serves_every_map_of_a_size():
             oracle.weight_grad(x, g, edges, plan.num_taps, 1),
         )
         assert all(error(a, b) < TOLERANCE[torch.float32] for a, b in zip(got, want))
-        recipes.append(len(backend._recipes))
+        recipes.append(len(backend._specs))
     assert recipes == [3, 3, 6]
 
 
@@ -190,8 +192,8 @@ def test_a_choice_depends_on_the_size_of_a_map_and_not_on_its_rows():
         kernel_map = KernelMap(rows, rows, 1, pairs=(ends, ends, torch.tensor([0, pairs])))
         return Request(kernel_map, torch.device("cpu"), torch.float16, 64, 64)
 
-    assert work_of(request(1000, 500), True) == work_of(request(1010, 505), True)
-    assert work_of(request(1000, 500), True) != work_of(request(1400, 700), True)
+    assert problem_size(request(1000, 500), True) == problem_size(request(1010, 505), True)
+    assert problem_size(request(1000, 500), True) != problem_size(request(1400, 700), True)
 
 
 @needs_interpreter
@@ -203,7 +205,7 @@ def test_an_explanation_names_tiles_and_the_workspace_that_is_taken(dtype, monke
         taken.append(torch.Size(shape).numel() * dtype.itemsize)
         return torch.empty(shape, dtype=dtype, device=device)
 
-    monkeypatch.setattr(steps, "scratch", recorded)
+    monkeypatch.setattr(recipe, "scratch", recorded)
     kernel_map = build(Case("two voxels", voxels=2)).kernel_map
     backend, request = TritonImplicitGemm(), Request(kernel_map, torch.device("cpu"), dtype, 32, 16)
     x, w, grad = (torch.randn(*shape).to(dtype) for shape in ((2, 32), (27, 32, 16), (2, 16)))
@@ -212,7 +214,7 @@ def test_an_explanation_names_tiles_and_the_workspace_that_is_taken(dtype, monke
     most = backend.workspace_bytes(request)
     assert max(taken) <= most <= 1 << 20
     forward, waste, input_gradient, weight_gradient = backend.describe(request)
-    config = conv_candidates(work_of(request, True))[0]
+    config = conv_candidates(problem_size(request, True))[0]
     assert f"tiles of {config.block_m} rows x {config.block_n} channels, {config.block_k} contracted" in forward
     assert f"for {kernel_map.num_pairs} pairs" in waste
     assert input_gradient.startswith("input gradient: ")

@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv.backends.base import Request
-from sparseconv.backends.triton_implicit_gemm.backend import work_of
+from sparseconv.backends.triton_implicit_gemm.backend import problem_size
 from sparseconv.backends.triton_implicit_gemm.config import weight_grad_candidates
-from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
+from sparseconv.backends.triton_implicit_gemm.recipe import WeightGradSpec
 from sparseconv.geometry.gpu.edge_lists import FoundEdges, half_pairs_of, pairs_of
 from sparseconv.geometry.gpu.schedule import build_schedule
 from sparseconv.geometry.gpu.search import WindowSearch, search_window
@@ -83,10 +83,10 @@ def test_a_weight_gradient_reads_half_of_the_edges_to_the_same_bits(groups: int)
     edges.__dict__.pop("_pairs")
     grads = []
     for kernel_map in (edges, edges.reverse(), every):
-        work = work_of(Request(kernel_map, DEVICE, x.dtype, 8 * groups, 8 * groups, groups), True)
+        work = problem_size(Request(kernel_map, DEVICE, x.dtype, 8 * groups, 8 * groups, groups), True)
         for config in weight_grad_candidates(work)[:1]:
             out = torch.full((27, 8, 8 * groups), float("nan"), device=DEVICE)
-            WeightGradRecipe(config, work, x, g, 27).bind(kernel_map)(x, g, out)
+            WeightGradSpec(config, work, x, g, 27).bind(kernel_map)(x, g, out)
             grads.append(out)
     assert "_pairs" not in edges.__dict__
     assert edges.half_pairs[0] is edges.reverse().half_pairs[1]

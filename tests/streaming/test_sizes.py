@@ -16,10 +16,10 @@ from sparseconv import nn
 from sparseconv.backends import registry
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.triton_implicit_gemm import backend as triton_backend
-from sparseconv.backends.triton_implicit_gemm.backend import work_of
+from sparseconv.backends.triton_implicit_gemm.backend import problem_size
 from sparseconv.backends.triton_implicit_gemm.config import (
     ConvConfig,
-    Work,
+    ProblemSize,
     conv_candidates,
     order_of_sums,
     steady_rows,
@@ -114,7 +114,7 @@ def test_rows_of_small_blocks_are_summed_as_in_a_large_map(knows, monkeypatch):
     monkeypatch.setattr(registry, "BACKENDS", {name: registry.BACKENDS[name]})
     for kept in ("_recipes", "_latest"):
         monkeypatch.setattr(registry.backend(name), kept, {})
-    monkeypatch.setattr(triton_backend, "work_of", lambda *args: replace(work_of(*args), processors=4))
+    monkeypatch.setattr(triton_backend, "problem_size", lambda *args: replace(problem_size(*args), processors=4))
     monkeypatch.setattr(numpy, "matmul", by_rows)
     if not knows:
         monkeypatch.setattr(Run, "_count", lambda *_: None)
@@ -153,7 +153,7 @@ def test_a_part_is_the_whole_map_s_work(channels, dtype, rows, degree, whole_row
     whole = map_of(1, 1)
     whole.num_in = whole.num_out = whole_rows
     whole.num_pairs = pairs
-    works = [work_of(Request(m, torch.device("cpu"), dtype, *channels), True, transposed) for m in (part, whole)]
+    works = [problem_size(Request(m, torch.device("cpu"), dtype, *channels), True, transposed) for m in (part, whole)]
     assert works[0] == works[1]
     assert conv_candidates(works[0]) == conv_candidates(works[1])
     back = part.reverse().reverse()
@@ -170,20 +170,20 @@ def test_a_part_is_the_whole_map_s_work(channels, dtype, rows, degree, whole_row
     st.lists(st.floats(0, 27), min_size=2, max_size=4),
 )
 def test_from_steady_rows_on_sums_have_one_order(channels, taps, kind, aligned, card, octaves):
-    layer = Work(kind[0], 0, taps, *channels, 1, aligned, *card, precision=kind[1])
+    layer = ProblemSize(kind[0], 0, taps, *channels, 1, aligned, *card, precision=kind[1])
     least = steady_rows(layer)
     orders = set()
     for octave in octaves:
-        rows = 2 ** (round(4 * math.log2(max(1.0, least) * 2**octave)) / 4)  # as `work_of` has them
+        rows = 2 ** (round(4 * math.log2(max(1.0, least) * 2**octave)) / 4)  # as `problem_size` has them
         orders.add(order_of_sums(conv_candidates(replace(layer, num_rows=round(rows)))[0]))
     assert len(orders) == 1
 
 
 def test_what_decides_the_order_of_sums():
     tile = ConvConfig(128, 64, 64, 4, 3, gluon=True)
-    assert order_of_sums(tile) == order_of_sums(replace(tile, bulk=True, chunked=True, stages=2))
-    for change in ({"split": 3}, {"block_k": 32}):
+    assert order_of_sums(tile) == order_of_sums(replace(tile, tma_weights=True, morton_runs=True, stages=2))
+    for change in ({"tap_groups": 3}, {"block_k": 32}):
         assert order_of_sums(tile) != order_of_sums(replace(tile, **change))
-    few, many = Work(torch.float16, 9_000, 27, 64, 64, 1, True), 300_000
-    assert conv_candidates(few)[0].split == 3
-    assert conv_candidates(replace(few, num_rows=many))[0].split == 1
+    few, many = ProblemSize(torch.float16, 9_000, 27, 64, 64, 1, True), 300_000
+    assert conv_candidates(few)[0].tap_groups == 3
+    assert conv_candidates(replace(few, num_rows=many))[0].tap_groups == 1

@@ -16,23 +16,25 @@ from sparseconv.backends.float8 import FLOAT8
 from sparseconv.backends.triton_implicit_gemm.config import (
     FLOATING,
     ConvConfig,
+    ProblemSize,
     WeightGradConfig,
-    Work,
     autotuned,
     conv_candidates,
     steady_rows,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
 from sparseconv.backends.triton_implicit_gemm.recipe import (
-    are_aligned,
+    ConvSpec,
+    WeightGradSpec,
     card_of,
     interpreted,
+    max_jobs,
     octave,
     precision_of,
-    work_of,
+    problem_size,
+    rows_are_aligned,
+    tiles_of,
 )
-from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe, max_jobs, tiles_of
 from sparseconv.geometry.cuda_capability import refusal
 from sparseconv.geometry.gpu.lists import JOB_QUANTUM, SLOT_ALIGNMENT, most_jobs
 from sparseconv.geometry.gpu.work_lists import schedule_of
@@ -59,7 +61,7 @@ class TritonImplicitGemm(Backend):
 
     def __init__(self) -> None:
         #: what runs for (form of operands, taps, size of the map, device, whether choices are timed)
-        self._recipes: dict[tuple[object, ...], ConvRecipe | WeightGradRecipe] = {}
+        self._specs: dict[tuple[object, ...], ConvSpec | WeightGradSpec] = {}
 
     def unsupported(self, request: Request) -> str | None:
         """None on a CUDA device for half, bfloat16 and single precision; else why not."""
@@ -170,9 +172,9 @@ class TritonImplicitGemm(Backend):
                 (x, grad_out, out),
                 kernel_map,
                 (c_in, c_out, groups),
-                (are_aligned((x, x.stride(0)), (grad_out, grad_out.stride(0))), False),
+                (rows_are_aligned((x, x.stride(0)), (grad_out, grad_out.stride(0))), False),
                 weight_grad_candidates,
-                partial(WeightGradRecipe, x=x, grad_out=grad_out, num_taps=kernel_map.num_taps),
+                partial(WeightGradSpec, x=x, grad_out=grad_out, num_taps=kernel_map.num_taps),
             )
         step(x, grad_out, out)
         return out
@@ -186,15 +188,17 @@ class TritonImplicitGemm(Backend):
         most = 0
         for aligned in (True, False):
             for transposed in (False, True):
-                work = work_of(request, aligned, transposed)
+                problem = problem_size(request, aligned, transposed)
                 rows = kernel_map.num_in if transposed else kernel_map.num_out
-                for config in conv_candidates(work):
+                for config in conv_candidates(problem):
                     copy = weight * request.dtype.itemsize if config.weight_copy else 0
-                    slots = config.split * -(-rows // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if config.split > 1 else 0
-                    most = max(most, copy + 4 * slots * work.group_out * groups)
-            work = work_of(request, aligned)
-            for form in weight_grad_candidates(work) if request.dtype in FLOATING else ():
-                jobs = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs(form, work), JOB_QUANTUM)
+                    slots = (
+                        config.tap_groups * -(-rows // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if config.tap_groups > 1 else 0
+                    )
+                    most = max(most, copy + 4 * slots * problem.group_out * groups)
+            problem = problem_size(request, aligned)
+            for form in weight_grad_candidates(problem) if request.dtype in FLOATING else ():
+                jobs = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs(form, problem), JOB_QUANTUM)
                 partial_sums = 0 if jobs == kernel_map.num_taps else 4 * jobs * (weight // kernel_map.num_taps)
                 most = max(most, partial_sums)
         return most
@@ -206,13 +210,13 @@ class TritonImplicitGemm(Backend):
             return ["there is nothing to multiply"]
         lines = []
         for verb, transposed in (("forward", False), ("input gradient", True)):
-            work = work_of(request, True, transposed)
-            config = conv_candidates(work)[0]
-            schedule = schedule_of(kernel_map, config.block_m, transposed, config.split, config.chunked)
-            blocks = -(-work.pack * work.group_out // config.block_n) * -(-groups // work.pack)
+            problem = problem_size(request, True, transposed)
+            config = conv_candidates(problem)[0]
+            schedule = schedule_of(kernel_map, config.block_m, transposed, config.tap_groups, config.morton_runs)
+            blocks = -(-problem.pack * problem.group_out // config.block_n) * -(-groups // problem.pack)
             size = f"{config.block_m} rows x {config.block_n} channels, {config.block_k} contracted at once"
             more = [f"{config.warps} warps", f"{config.stages} stages"]
-            more += ["Gluon"] * config.gluon + [f"taps in {config.split} groups"] * (config.split > 1)
+            more += ["Gluon"] * config.gluon + [f"taps in {config.tap_groups} groups"] * (config.tap_groups > 1)
             live = int((schedule.tile_counts > 0).sum())
             lines.append(f"{verb}: {live * blocks:,} tiles of {size} ({', '.join(more)})")
             if not transposed and request.dtype not in FLOATING:
@@ -221,19 +225,19 @@ class TritonImplicitGemm(Backend):
                 rows = config.block_m * int(schedule.tile_counts.sum())
                 waste = f"{rows:,} rows of taps for {kernel_map.num_pairs:,} pairs"
                 lines.append(f"  its tiles multiply {waste}, {rows / kernel_map.num_pairs:.2f} times as many")
-        work = work_of(request, True)
-        form = weight_grad_candidates(work)[0]
-        jobs = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs(form, work), JOB_QUANTUM)
+        problem = problem_size(request, True)
+        form = weight_grad_candidates(problem)[0]
+        jobs = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs(form, problem), JOB_QUANTUM)
         size = f"{form.block_i} x {form.block_o} channels, {form.block_p} pairs at once"
         lines.append(
-            f"weight gradient: {jobs * tiles_of(form, work):,} tiles of {size} "
+            f"weight gradient: {jobs * tiles_of(form, problem):,} tiles of {size} "
             f"({form.warps} warps, {form.stages} stages{', Gluon' * form.gluon}), {jobs:,} runs of pairs"
         )
         return lines
 
     def steady_rows(self, request: Request) -> float:
         """Rows from which on each is summed in one order: as many as keep the card busy, so that no tap is split."""
-        works = (replace(work_of(request, aligned), num_rows=0) for aligned in (True, False))
+        works = (replace(problem_size(request, aligned), num_rows=0) for aligned in (True, False))
         return max(map(steady_rows, works))
 
     def _conv(
@@ -280,15 +284,15 @@ class TritonImplicitGemm(Backend):
         if step is None:
             channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
             rescale = out_dtype in (torch.int8, FLOAT8)
-            recipe = partial(ConvRecipe, x=x, weight=weight, transposed=transposed, out=out_dtype, rescale=rescale)
+            spec = partial(ConvSpec, x=x, weight=weight, transposed=transposed, out=out_dtype, rescale=rescale)
             step = self._bind(
                 key,
                 tensors,
                 kernel_map,
                 (*channels, groups),
-                (are_aligned((x, x.stride(0)), (weight, shape[2])), transposed),
+                (rows_are_aligned((x, x.stride(0)), (weight, shape[2])), transposed),
                 conv_candidates,
-                partial(recipe, bias=bias, residual=residual, epilogue=epilogue),
+                partial(spec, bias=bias, residual=residual, epilogue=epilogue),
             )
         step(*tensors)
         return out
@@ -300,8 +304,8 @@ class TritonImplicitGemm(Backend):
         kernel_map: KernelMap,
         channels: tuple[int, int, int],
         kind: tuple[bool, bool],
-        candidates_of: Callable[[Work], Sequence[Any]],
-        recipe_of: Callable[[Any, Work], ConvRecipe | WeightGradRecipe],
+        candidates_of: Callable[[ProblemSize], Sequence[Any]],
+        spec_of: Callable[[Any, ProblemSize], ConvSpec | WeightGradSpec],
     ) -> Callable[..., None]:
         """The step for operands of this form (``key``) over a map, where it is kept under ``key``.
 
@@ -309,20 +313,20 @@ class TritonImplicitGemm(Backend):
         """
         device = tensors[0].device
         form = (key, kernel_map.num_taps, octave(kernel_map, kind[1]), device, autotuned())
-        recipe = self._recipes.get(form)
-        if recipe is None:
-            work = work_of(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
-            candidates = candidates_of(work)
+        spec = self._specs.get(form)
+        if spec is None:
+            problem = problem_size(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
+            candidates = candidates_of(problem)
 
             capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 config = candidates[0]
                 if device.type == "cuda" and not capturing and len(candidates) > 1:
-                    config = _chosen(candidates, lambda each: _bound(recipe_of(each, work), kernel_map), tensors)
-            recipe = recipe_of(config, work)
+                    config = _chosen(candidates, lambda each: _bound(spec_of(each, problem), kernel_map), tensors)
+            spec = spec_of(config, problem)
             if not capturing:
-                self._recipes[form] = recipe
-        step = kernel_map.prepared[key] = _bound(recipe, kernel_map)
+                self._specs[form] = spec
+        step = kernel_map.prepared[key] = _bound(spec, kernel_map)
         return step
 
 
@@ -347,6 +351,6 @@ def _chosen(candidates: Sequence[Any], step_of: Callable[[Any], Any], tensors: t
     return min(times, key=times.__getitem__)
 
 
-def _bound(recipe: ConvRecipe | WeightGradRecipe, kernel_map: KernelMap) -> Callable[..., None]:
+def _bound(spec: ConvSpec | WeightGradSpec, kernel_map: KernelMap) -> Callable[..., None]:
     with list_stream():
-        return recipe.bind(kernel_map)
+        return spec.bind(kernel_map)

@@ -41,16 +41,16 @@ class ConvConfig:
     #: input gradient: read the weight through a transposed copy instead of transposing each tile
     weight_copy: bool = False
     #: groups of taps computed apart and added in a fixed order: more programs where rows are few
-    split: int = 1
+    tap_groups: int = 1
     #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
-    chunked: bool = False
+    morton_runs: bool = False
     #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
-    bulk: bool = False
+    tma_weights: bool = False
 
     @property
     def kernels(self) -> str:
         """The module of its kernel."""
-        return "gluon_kernels" if self.gluon else "kernels"
+        return "gluon" if self.gluon else "kernels"
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class WeightGradConfig:
     @property
     def kernels(self) -> str:
         """The module of its kernel."""
-        return "gluon_weight_grad" if self.gluon else "kernels"
+        return "gluon" if self.gluon else "kernels"
 
 
 @dataclass(frozen=True)
-class Work:
+class ProblemSize:
     """What the estimate knows of one verb: sizes, and the card it runs on."""
 
     dtype: torch.dtype
@@ -98,7 +98,7 @@ class Work:
 
     @property
     def gluon(self) -> bool:
-        """Whether the Gluon kernels serve this work."""
+        """Whether the Gluon kernels serve this problem."""
         unit = max(8, 16 // self.dtype.itemsize)
         return (
             self.capability[0] == 9
@@ -127,43 +127,45 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def conv_candidates(work: Work) -> list[ConvConfig]:
+def conv_candidates(problem: ProblemSize) -> list[ConvConfig]:
     """At most four configurations for the forward or input-gradient kernel, the expected best first."""
-    return list(dict.fromkeys(_conv_candidates(work)))
+    return list(dict.fromkeys(_conv_candidates(problem)))
 
 
-def _conv_candidates(work: Work) -> list[ConvConfig]:
-    c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
-    if work.dtype not in FLOATING:
+def _conv_candidates(problem: ProblemSize) -> list[ConvConfig]:
+    c_in, c_out = problem.pack * problem.group_in, problem.pack * problem.group_out
+    if problem.dtype not in FLOATING:
         # matrix units of 8 bits take 32 contracted channels, and Hopper's read both operands along them
         block_n, block_k = min(max(16, power_of_two(c_out)), 128), min(max(32, power_of_two(c_in)), 128)
-        if work.gluon:
+        if problem.gluon:
             stages = 2 if block_n <= 64 else 3
-            tile = ConvConfig(128, block_n, block_k, 4, stages, gluon=True, weight_copy=True, chunked=work.far)
+            tile = ConvConfig(128, block_n, block_k, 4, stages, gluon=True, weight_copy=True, morton_runs=problem.far)
             found = [tile, replace(tile, stages=5 - stages), replace(tile, block_m=64)]
-            if work.far and block_n == 64:  # a weight tile is half of what 128 rows bring
+            if problem.far and block_n == 64:  # a weight tile is half of what 128 rows bring
                 found.insert(0, replace(tile, block_m=256))
-            whole = work.groups == 1 and c_in % block_k == 0
-            widest = replace(tile, block_n=256, warps=8, stages=4, bulk=whole)
+            whole = problem.groups == 1 and c_in % block_k == 0
+            widest = replace(tile, block_n=256, warps=8, stages=4, tma_weights=whole)
             return [widest, *found] if c_out % 256 == 0 else found
-        tile = ConvConfig(128, block_n, block_k, 8 if block_n == 128 else 4, 3, weight_copy=True, chunked=work.far)
+        tile = ConvConfig(
+            128, block_n, block_k, 8 if block_n == 128 else 4, 3, weight_copy=True, morton_runs=problem.far
+        )
         return [tile, replace(tile, block_m=64, warps=4), replace(tile, stages=4)]
-    if work.dtype not in HALF and not work.gluon:
+    if problem.dtype not in HALF and not problem.gluon:
         block_n = min(max(16, power_of_two(c_out)), 128)
         block_k = min(max(16, power_of_two(c_in)), 32)
-        if work.precision == "ieee":
+        if problem.precision == "ieee":
             # multiplications bound it: tiles of few rows waste the fewest
             tile = ConvConfig(
-                32, block_n, block_k, max(1, block_n // 32), 3, weight_copy=work.transposed, chunked=work.far
+                32, block_n, block_k, max(1, block_n // 32), 3, weight_copy=problem.transposed, morton_runs=problem.far
             )
             # one warp has no registers left for 64 x 32 sums and 64 rows' addresses
             return [tile, replace(tile, block_m=64, warps=2 if block_n == 32 else tile.warps)]
         warps = 8 if block_n == 128 else 4
         # wgmma takes tf32 operands along the contracted channels only
-        tile = ConvConfig(128, block_n, block_k, warps, 3, weight_copy=not work.transposed, chunked=work.far)
+        tile = ConvConfig(128, block_n, block_k, warps, 3, weight_copy=not problem.transposed, morton_runs=problem.far)
         half = replace(tile, block_n=min(block_n, 64), warps=4)
         return [tile, replace(half, block_m=64, warps=8), half]
-    block_k = min(max(16, power_of_two(c_in)), 128 // work.dtype.itemsize)
+    block_k = min(max(16, power_of_two(c_in)), 128 // problem.dtype.itemsize)
     if c_in > 16 and c_in % block_k and c_in % (block_k // 2) == 0:
         block_k //= 2
     block_n = min(max(16, power_of_two(c_out)), 256)
@@ -172,30 +174,30 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
     wide = block_n == 256
     warps = 8 if wide else 4
     # wgmma takes tf32 operands along the contracted channels only
-    copy = work.dtype not in HALF and not work.transposed
-    tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=work.gluon, weight_copy=copy, chunked=work.far)
+    copy = problem.dtype not in HALF and not problem.transposed
+    tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=problem.gluon, weight_copy=copy, morton_runs=problem.far)
     narrow = replace(tile, block_m=64, block_n=min(block_n, 128), warps=4)
-    load = programs(work, tile) / work.processors
-    if load <= 1.5 and work.num_taps > 1:
-        split = replace(tile, split=min(3, work.num_taps))
+    load = programs(problem, tile) / problem.processors
+    if load <= 1.5 and problem.num_taps > 1:
+        split = replace(tile, tap_groups=min(3, problem.num_taps))
         few = [
             split,
             replace(split, block_m=64, block_n=narrow.block_n, warps=4),
             replace(narrow, block_n=min(block_n, 64)),
         ]
         return [*few, tile] if load <= 0.6 else [tile, *few]
-    if not work.gluon:
+    if not problem.gluon:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
-    whole = work.groups == 1 and c_in % block_k == 0 and c_out % block_n == 0
+    whole = problem.groups == 1 and c_in % block_k == 0 and c_out % block_n == 0
     if wide:
         narrower = replace(tile, block_n=128, warps=4)
-        return [replace(tile, bulk=whole), narrower]
+        return [replace(tile, tma_weights=whole), narrower]
     shallow = replace(tile, stages=2)
-    if block_n == 128 and work.dtype not in HALF:
+    if block_n == 128 and problem.dtype not in HALF:
         return [tile, shallow]  # its registers leave two blocks on a multiprocessor, whatever the stages
-    long = load > MANY_PROGRAMS if block_n == 128 else block_n == 64 and work.far and work.dtype in HALF
+    long = load > MANY_PROGRAMS if block_n == 128 else block_n == 64 and problem.far and problem.dtype in HALF
     if whole and long:  # a descriptor takes the host 4 us
-        shallow = replace(shallow, bulk=True)
+        shallow = replace(shallow, tma_weights=True)
     return [shallow, tile, replace(narrow, stages=2)]
 
 
@@ -205,22 +207,22 @@ def order_of_sums(config: ConvConfig) -> ConvConfig:
     In Gluon the number of rows of a tile changes no instruction; plain Triton may take others for it.
     """
     block_m = 0 if config.gluon else config.block_m
-    return replace(config, block_m=block_m, stages=0, chunked=False, bulk=False)
+    return replace(config, block_m=block_m, stages=0, morton_runs=False, tma_weights=False)
 
 
 @lru_cache(maxsize=1024)
-def steady_rows(work: Work) -> float:
+def steady_rows(problem: ProblemSize) -> float:
     """The number of rows from which on the expected best configuration sums rows in one order, whatever the sizes.
 
-    The size of ``work`` itself does not matter. 0: for any number.
+    The size of ``problem`` itself does not matter. 0: for any number.
 
-    >>> layer = Work(torch.float16, 0, 27, 64, 64, 1, True)
+    >>> layer = ProblemSize(torch.float16, 0, 27, 64, 64, 1, True)
     >>> round(steady_rows(layer)), steady_rows(replace(layer, dtype=torch.float32, precision="ieee"))
     (11585, 0.0)
     """
 
     def order(octave: int) -> ConvConfig:
-        return order_of_sums(conv_candidates(replace(work, num_rows=round(2 ** (octave / SIZES_AN_OCTAVE))))[0])
+        return order_of_sums(conv_candidates(replace(problem, num_rows=round(2 ** (octave / SIZES_AN_OCTAVE))))[0])
 
     octave = MOST_OCTAVES * SIZES_AN_OCTAVE
     last = order(octave)
@@ -229,56 +231,56 @@ def steady_rows(work: Work) -> float:
     return 0.0 if octave < 0 else 2 ** ((octave + 1) / SIZES_AN_OCTAVE)
 
 
-def programs(work: Work, config: ConvConfig) -> int:
+def programs(problem: ProblemSize, config: ConvConfig) -> int:
     """Programs of one launch of the forward kernel."""
-    tiles = -(-work.num_rows // config.block_m)
-    return tiles * -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
+    tiles = -(-problem.num_rows // config.block_m)
+    return tiles * -(-problem.pack * problem.group_out // config.block_n) * -(-problem.groups // problem.pack)
 
 
-def weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
+def weight_grad_candidates(problem: ProblemSize) -> list[WeightGradConfig]:
     """At most four configurations for the weight-gradient kernel, the expected best first.
 
     Jobs are of one length, so the programs are counted to fill the card a whole number of times.
     """
-    return list(dict.fromkeys(_weight_grad_candidates(work)))
+    return list(dict.fromkeys(_weight_grad_candidates(problem)))
 
 
-def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
-    c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
-    if work.dtype not in HALF and not work.gluon:
+def _weight_grad_candidates(problem: ProblemSize) -> list[WeightGradConfig]:
+    c_in, c_out = problem.pack * problem.group_in, problem.pack * problem.group_out
+    if problem.dtype not in HALF and not problem.gluon:
         block_i = min(max(16, power_of_two(c_in)), 64)
         block_o = min(max(16, power_of_two(c_out)), 64)
-        tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 8 * work.processors)
-        if work.precision == "tf32" and work.capability[0] == 9:
+        tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 8 * problem.processors)
+        if problem.precision == "tf32" and problem.capability[0] == 9:
             # wgmma takes fp32 operands along the pairs only; two warps are too few for it: mma reads them as they lie
             return [replace(tile, block_p=16, warps=2), replace(tile, warps=2, stages=2)]
-        if work.precision == "ieee" and min(c_in, c_out) >= 128:
-            return [replace(tile, block_o=128, block_p=16, programs=12 * work.processors), tile]
-        if work.precision == "ieee" and min(c_in, c_out) >= 64:
-            return [replace(tile, block_p=16, warps=2, stages=4, programs=6 * work.processors), tile]
+        if problem.precision == "ieee" and min(c_in, c_out) >= 128:
+            return [replace(tile, block_o=128, block_p=16, programs=12 * problem.processors), tile]
+        if problem.precision == "ieee" and min(c_in, c_out) >= 64:
+            return [replace(tile, block_p=16, warps=2, stages=4, programs=6 * problem.processors), tile]
         # tcgen05 keeps the sums elsewhere: ptxas then gives four warps too few registers for the addresses
-        warps = 8 if work.precision == "tf32" and work.capability[0] == 10 else 4
+        warps = 8 if problem.precision == "tf32" and problem.capability[0] == 10 else 4
         return [tile, replace(tile, block_p=16, warps=warps, stages=4)]
     block_i = min(max(16, power_of_two(c_in)), 128)
     block_o = min(max(16, power_of_two(c_out)), 128)
     large = block_i * block_o >= 128 * 128
-    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 2, 0, work.gluon)
-    if work.gluon and work.dtype not in HALF:
+    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 2, 0, problem.gluon)
+    if problem.gluon and problem.dtype not in HALF:
         # mma wants the most of what each warp reads from shared memory: 64 x 64 of the product
         tile = replace(tile, block_p=32 if large else 64, warps=4)
-    elif work.gluon and block_i == block_o == 32:
+    elif problem.gluon and block_i == block_o == 32:
         # wgmma takes 64 rows of the product at least: half of them would be zeros, copied and multiplied; mma takes 32
-        return [replace(tile, programs=each * work.processors) for each in (5, 12, 4)]
-    elif work.gluon:
+        return [replace(tile, programs=each * problem.processors) for each in (5, 12, 4)]
+    elif problem.gluon:
         tile = replace(tile, block_i=max(block_i, 64))
-    resident = SHARED_BYTES // (weight_grad_shared_bytes(tile, work.dtype.itemsize) + 1024)
+    resident = SHARED_BYTES // (weight_grad_shared_bytes(tile, problem.dtype.itemsize) + 1024)
     resident = max(1, min(2 if large else 6, resident))
     waves = 1 if max(c_in, c_out) <= 128 else 4
-    once = replace(tile, programs=waves * resident * work.processors)
+    once = replace(tile, programs=waves * resident * problem.processors)
     twice = replace(once, programs=2 * once.programs)
-    if work.gluon and large and waves == 1 and work.dtype in HALF:
-        return [once, twice, replace(tile, warps=4, programs=3 * work.processors)]
-    if work.gluon:
+    if problem.gluon and large and waves == 1 and problem.dtype in HALF:
+        return [once, twice, replace(tile, warps=4, programs=3 * problem.processors)]
+    if problem.gluon:
         return [once, twice]
     return [once, replace(twice, block_i=min(block_i, 64), block_o=min(block_o, 64), warps=4), replace(once, stages=3)]
 

@@ -17,9 +17,9 @@ def load_index(ptr):
 
 
 @triton.jit
-def load_feats(ptr, idx, stride_n, channels, limit, EVEN: tl.constexpr, WIDE: tl.constexpr):
+def load_feats(ptr, idx, stride_n, channels, limit, EVEN: tl.constexpr, INDEX64: tl.constexpr):
     """Rows ``idx`` of a feature matrix at ``channels``; zeros where a row is absent or a channel is past the end."""
-    start = idx.to(tl.int64) * stride_n if WIDE else idx * stride_n
+    start = idx.to(tl.int64) * stride_n if INDEX64 else idx * stride_n
     if EVEN:
         mask = (idx >= 0)[:, None]
     else:
@@ -31,7 +31,7 @@ def load_feats(ptr, idx, stride_n, channels, limit, EVEN: tl.constexpr, WIDE: tl
 def load_weight(
     weight_ptr, tap, k0, n0, pack, stride_k, stride_c,
     GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr, INDEX64: tl.constexpr,
 ):  # fmt: skip
     """The (BLOCK_K, BLOCK_N) weight tile of a tap for one pack of groups: block-diagonal where groups are packed."""
     PACK_IN: tl.constexpr = PACK * GROUP_IN
@@ -39,7 +39,7 @@ def load_weight(
     EVEN: tl.constexpr = PACK_IN % BLOCK_K == 0 and PACK_OUT % BLOCK_N == 0 and GROUPS % PACK == 0
     k = k0 + tl.arange(0, BLOCK_K)  # contracted channel of the pack
     n = n0 + tl.arange(0, BLOCK_N)  # produced channel of the pack
-    start = tap.to(tl.int64) * stride_k if WIDE else tap * stride_k
+    start = tap.to(tl.int64) * stride_k if INDEX64 else tap * stride_k
     if TRANSPOSED:  # tile read as (BLOCK_N, BLOCK_K): the channels contracted are the weight's last axis
         rows = n % GROUP_OUT if PACK > 1 else n
         address = rows[:, None] * stride_c + (pack * PACK_IN + k)[None, :]
@@ -66,11 +66,11 @@ def load_weight(
 
 
 @triton.jit
-def product(a, b, acc, HIDDEN: tl.constexpr, PRECISION: tl.constexpr):
+def product(a, b, acc, ASM_LOADS: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a @ b. The interpreter holds bfloat16 as bare bits, which its product would take for integers."""
     if a.dtype == tl.int8:
         return tl.dot(a, b, acc, out_dtype=tl.int32)
-    elif not HIDDEN and a.dtype == tl.bfloat16:
+    elif not ASM_LOADS and a.dtype == tl.bfloat16:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -114,7 +114,8 @@ def conv_kernel(
     GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    TO_SLOTS: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr, RESCALE: tl.constexpr,
+    TO_SLOTS: tl.constexpr, INDEX64: tl.constexpr, ASM_LOADS: tl.constexpr, PRECISION: tl.constexpr,
+    RESCALE: tl.constexpr,
 ):  # fmt: skip
     """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile.
 
@@ -147,25 +148,25 @@ def conv_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if HIDDEN:
+    if ASM_LOADS:
         tap = tl.load(tile_taps_ptr + list_start)
         row = tl.load(tile_rows_ptr + list_start) & ROW_BITS
-        row = row.to(tl.int64) if WIDE else row
+        row = row.to(tl.int64) if INDEX64 else row
         idx = tl.load(neighbors_ptr + row * num_slots + ms)
         kb = 0
         for step in tl.range(steps, num_stages=STAGES):
             k0 = kb * BLOCK_K
-            a = load_feats(in_base, idx, stride_feats_n, k0 + ks, limit, EVEN_K, WIDE)
+            a = load_feats(in_base, idx, stride_feats_n, k0 + ks, limit, EVEN_K, INDEX64)
             b = load_weight(
                 weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
-                GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, WIDE,
+                GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, INDEX64,
             )  # fmt: skip
-            acc = product(a, b, acc, HIDDEN, PRECISION)
+            acc = product(a, b, acc, ASM_LOADS, PRECISION)
             kb = (step + 1) % BLOCKS_K
             at = list_start + (step + 1) // BLOCKS_K
             tap = load_index(tile_taps_ptr + at)
             row = load_index(tile_rows_ptr + at) & ROW_BITS
-            row = row.to(tl.int64) if WIDE else row
+            row = row.to(tl.int64) if INDEX64 else row
             idx = load_index(neighbors_ptr + row * num_slots + ms)
     else:
         for step in tl.range(steps, num_stages=STAGES):
@@ -173,14 +174,14 @@ def conv_kernel(
             at = list_start + step // BLOCKS_K
             tap = tl.load(tile_taps_ptr + at)
             row = tl.load(tile_rows_ptr + at) & ROW_BITS
-            row = row.to(tl.int64) if WIDE else row
+            row = row.to(tl.int64) if INDEX64 else row
             idx = tl.load(neighbors_ptr + row * num_slots + ms)
-            a = load_feats(in_base, idx, stride_feats_n, k0 + ks, limit, EVEN_K, WIDE)
+            a = load_feats(in_base, idx, stride_feats_n, k0 + ks, limit, EVEN_K, INDEX64)
             b = load_weight(
                 weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
-                GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, WIDE,
+                GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, INDEX64,
             )  # fmt: skip
-            acc = product(a, b, acc, HIDDEN, PRECISION)
+            acc = product(a, b, acc, ASM_LOADS, PRECISION)
     n = n0 + tl.arange(0, BLOCK_N)
     columns = pack * PACK_OUT + n
     column_ok = (n < PACK_OUT) & (columns < ALL_OUT)
@@ -190,7 +191,7 @@ def conv_kernel(
     else:
         rows = tl.load(out_rows_ptr + slots)
         there = rows >= 0
-    rows = rows.to(tl.int64) if WIDE else rows
+    rows = rows.to(tl.int64) if INDEX64 else rows
     address = rows[:, None] * ALL_OUT + columns[None, :]
     mask = there[:, None] & column_ok[None, :]
     if HAS_BIAS:
@@ -237,11 +238,11 @@ def combine_kernel(
 
 
 @triton.jit
-def load_pair(ptr, start, ps, count, HIDDEN: tl.constexpr):
+def load_pair(ptr, start, ps, count, ASM_LOADS: tl.constexpr):
     """Row numbers at positions ``start + ps`` of a job's list, -1 beyond its ``count``; hidden as in `load_index`."""
     ptr += start
     count -= start
-    if HIDDEN:  # by a predicate: an address that is clamped, and a value then dropped, take more instructions
+    if ASM_LOADS:  # by a predicate: an address that is clamped, and a value then dropped, take more instructions
         return tl.inline_asm_elementwise(
             "{.reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.nc.b32 $0, [$1];}",
             "=r,l,r,r", [ptr + ps, ps, count], dtype=tl.int32, is_pure=True, pack=1,
@@ -259,7 +260,7 @@ def weight_grad_kernel(
     stride_feats_n, stride_grad_n, UNIT: tl.constexpr,
     GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
-    WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+    INDEX64: tl.constexpr, ASM_LOADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs, see `Jobs`."""
     stride_feats_n *= UNIT
@@ -293,22 +294,22 @@ def weight_grad_kernel(
     grad_ptr += pack * PACK_OUT
     ps = tl.arange(0, BLOCK_P)
     acc = tl.zeros((BLOCK_I, BLOCK_O), tl.float32)
-    if HIDDEN:
-        ii = load_pair(in_rows_ptr, 0, ps, count, HIDDEN)
-        oo = load_pair(out_rows_ptr, 0, ps, count, HIDDEN)
+    if ASM_LOADS:
+        ii = load_pair(in_rows_ptr, 0, ps, count, ASM_LOADS)
+        oo = load_pair(out_rows_ptr, 0, ps, count, ASM_LOADS)
         for p in tl.range(0, count, BLOCK_P, num_stages=STAGES):
-            a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, WIDE)
-            b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, WIDE)
-            acc = product(tl.trans(a), b, acc, HIDDEN, PRECISION)
-            ii = load_pair(in_rows_ptr, p + BLOCK_P, ps, count, HIDDEN)
-            oo = load_pair(out_rows_ptr, p + BLOCK_P, ps, count, HIDDEN)
+            a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, INDEX64)
+            b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, INDEX64)
+            acc = product(tl.trans(a), b, acc, ASM_LOADS, PRECISION)
+            ii = load_pair(in_rows_ptr, p + BLOCK_P, ps, count, ASM_LOADS)
+            oo = load_pair(out_rows_ptr, p + BLOCK_P, ps, count, ASM_LOADS)
     else:
         for p in tl.range(0, count, BLOCK_P, num_stages=STAGES):
-            ii = load_pair(in_rows_ptr, p, ps, count, HIDDEN)
-            oo = load_pair(out_rows_ptr, p, ps, count, HIDDEN)
-            a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, WIDE)
-            b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, WIDE)
-            acc = product(tl.trans(a), b, acc, HIDDEN, PRECISION)
+            ii = load_pair(in_rows_ptr, p, ps, count, ASM_LOADS)
+            oo = load_pair(out_rows_ptr, p, ps, count, ASM_LOADS)
+            a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, INDEX64)
+            b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, INDEX64)
+            acc = product(tl.trans(a), b, acc, ASM_LOADS, PRECISION)
     rows = i % GROUP_IN if PACK > 1 else i
     mask = (i < in_limit)[:, None] & (o < out_limit)[None, :]
     if PACK > 1:
