@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.device_mixin import Movable
 from sparseconv.geometry.arguments import SEVERAL, check_same_space, check_scenes, no_grid, rows_of_points
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid, in_trace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import as_device, attribute_error, check_kind, check_tensor
-from sparseconv.moving import Movable
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, method_advice, name_of
 from sparseconv.torch_private import collators, register_tree, tracing
 

@@ -15,7 +15,7 @@ from sparseconv.geometry.arguments import INTEGERS, Floats, checked_batch_size, 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 from sparseconv.kinds import check_count
-from sparseconv.plan.arguments import Axes, as_epilogue, autocast, checked_window
+from sparseconv.plan.convolution import Axes, as_epilogue, autocast, checked_window
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.weights import by_tap
 from sparseconv.torch_private import exporting, tracing
@@ -413,7 +413,7 @@ class TracedPlan:
         other.groups = groups
         return other
 
-    def kept_with(self, grid: VoxelGrid) -> TracedPlan:
+    def weak_copy(self, grid: VoxelGrid) -> TracedPlan:
         return self
 
 

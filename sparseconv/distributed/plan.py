@@ -20,8 +20,7 @@ from sparseconv.geometry.edges import coarse_grid, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
-from sparseconv.plan.arguments import as_epilogue, checked_window
-from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.convolution import ConvolutionPlan, as_epilogue, checked_window
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 if TYPE_CHECKING:
@@ -279,7 +278,7 @@ class ShardedConvolutionPlan:
         plan.__dict__.pop("local", None)
         return plan
 
-    def kept_with(self, grid: VoxelGrid) -> ShardedConvolutionPlan:
+    def weak_copy(self, grid: VoxelGrid) -> ShardedConvolutionPlan:
         """This plan: a shard's memory goes when Python finds that grid and plan hold only each other."""
         return self
 

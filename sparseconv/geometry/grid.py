@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
+from sparseconv.device_mixin import Movable
 from sparseconv.geometry.arguments import (
     INT32,
     INTEGERS,
@@ -33,7 +34,6 @@ from sparseconv.geometry.ranges import IndexRange, per_axis
 from sparseconv.geometry.views.dense import checked_box, filled, sites_of
 from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import check_choice, check_kind, check_values
-from sparseconv.moving import Movable
 from sparseconv.torch_private import tracing
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from sparseconv import transforms
+from sparseconv.device_mixin import Movable
 from sparseconv.geometry.arguments import checked_device
 from sparseconv.geometry.gpu.lists import WorkLists
 from sparseconv.gpu.streams import StreamEvent, edge_stream, map_stream
-from sparseconv.moving import Movable
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Int64, Integer

@@ -16,7 +16,7 @@ from sparseconv.geometry.ranges import KINDS, Boundary, Ints, per_axis
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor, shortened
 from sparseconv.ops.rows import check_plan
-from sparseconv.plan.arguments import checked_boundary
+from sparseconv.plan.convolution import checked_boundary
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan
 from sparseconv.tensor import SparseTensor
@@ -109,7 +109,7 @@ class LayerGeometry:
                 plan = plan_under(self._shared_key, grid, self._options, self.groups)
             else:
                 plan = shared_plan(grid, groups=self.groups, **self._options, target=target)
-            plan = plan.kept_with(grid)
+            plan = plan.weak_copy(grid)
             grid.derived[key] = plan
         return plan
 
@@ -128,7 +128,7 @@ class LayerGeometry:
         # the key names no grid, since torch.compile would guard on that object and compile anew for every scene
         plan = fine.derived.get(("inverse", self._key))
         if plan is None or plan.source is not coarse:
-            plan = self._undone(coarse, fine, target).transpose().kept_with(fine)
+            plan = self._undone(coarse, fine, target).transpose().weak_copy(fine)
             fine.derived[("inverse", self._key)] = plan
         return plan
 
@@ -150,7 +150,7 @@ class LayerGeometry:
         plan = grid.derived.get(key)
         if plan is None:
             options = self._options if target is None else {**self._options, "target": target}
-            plan = shared_plan(grid, generative=True, groups=self.groups, **options).kept_with(grid)
+            plan = shared_plan(grid, generative=True, groups=self.groups, **options).weak_copy(grid)
             grid.derived[key] = plan
         return plan
 

@@ -1,7 +1,7 @@
 """Plans: the geometry of a convolution, found once."""
 
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.plan.explanation import Explanation
+from sparseconv.plan.explain import Explanation
 from sparseconv.plan.plan_set import PlanSet
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.weights import PackedWeights

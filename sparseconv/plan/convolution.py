@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,36 +12,41 @@ import torch
 from sparseconv import transforms
 from sparseconv.autograd import Edges, convolution, edges_tensor
 from sparseconv.backends.base import Request
-from sparseconv.backends.registry import choose
+from sparseconv.backends.registry import check_backend, choose
+from sparseconv.device_mixin import Movable
+from sparseconv.geometry.arguments import check_box, no_batch, no_grid, rows_of_points
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits, inside
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
-from sparseconv.kinds import as_device, check_count, check_tensor, shortened
-from sparseconv.moving import Movable
-from sparseconv.plan.arguments import (
-    Axes,
-    Held,
-    Weakly,
-    as_epilogue,
-    autocast,
-    check_operands,
-    check_places,
-    checked_window,
-    held,
-    recorder,
-)
-from sparseconv.plan.explanation import Explanation, explain
+from sparseconv.kinds import as_device, check_count, check_kind, check_tensor, shortened
+from sparseconv.plan.explain import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
-from sparseconv.plan.weights import PackedWeights, by_tap, pack, packed, unpacked
-from sparseconv.torch_private import any_autocast
+from sparseconv.plan.weights import PackedWeights, by_tap, pack, packed, packed_as, unpacked
+from sparseconv.torch_private import any_autocast, tracing
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int64, Integer, Shaped
 
     from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
+
+
+Axes = int | Sequence[int]
+
+
+class WeakGrid:
+    """A grid that keeps a plan, as that plan holds it. Of an object of this class, a compiler can tell the type."""
+
+    def __init__(self, grid: VoxelGrid) -> None:
+        self.grid = weakref.ref(grid)
+
+
+#: a grid, as a plan holds it
+GridRef = VoxelGrid | WeakGrid
+#: the tensors that `ConvolutionPlan.execute` takes
+OPERANDS = ("x", "weight", "bias", "residual")
 
 
 class ConvolutionPlan(Movable):
@@ -176,8 +183,8 @@ class ConvolutionPlan(Movable):
     ) -> None:
         fine, coarse = (target, source) if is_transposed else (source, target)
         edges = find_edges(fine, coarse, window, boundary)
-        self._source: Held = source
-        self._target: Held = target
+        self._source: GridRef = source
+        self._target: GridRef = target
         self.window, self.boundary = window, boundary
         self.kernel_map = edges.reverse() if is_transposed else edges
         self.groups, self.backend, self.is_transposed = groups, backend, is_transposed
@@ -186,7 +193,7 @@ class ConvolutionPlan(Movable):
         self._edges_tensor = edges_tensor(self.kernel_map)
 
     @transforms.untraced
-    def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
+    def replaced(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
         """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
         for side in ("source", "target"):
             if side in changes:
@@ -200,12 +207,12 @@ class ConvolutionPlan(Movable):
     @property
     def source(self) -> VoxelGrid:
         """The grid of the inputs."""
-        return held(self._source)
+        return resolved(self._source)
 
     @property
     def target(self) -> VoxelGrid:
         """The grid of the outputs."""
-        return held(self._target)
+        return resolved(self._target)
 
     @property
     def projection(self) -> IndexProjection:
@@ -339,14 +346,14 @@ class ConvolutionPlan(Movable):
         exact adjoint of this plan.
         """
         sides = {"source": self._target, "target": self._source}
-        return self.over(self.kernel_map.reverse(), **sides, is_transposed=not self.is_transposed)
+        return self.replaced(self.kernel_map.reverse(), **sides, is_transposed=not self.is_transposed)
 
     def with_groups(self, groups: int) -> ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
         check_count("groups", groups, 1)
-        return self if groups == self.groups else self.over(self.kernel_map, groups=groups)
+        return self if groups == self.groups else self.replaced(self.kernel_map, groups=groups)
 
-    def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
+    def weak_copy(self, grid: VoxelGrid) -> ConvolutionPlan:
         """This plan as ``grid`` may keep it: without keeping that grid alive, which would be a cycle.
 
         A scene's memory then goes when its grid goes, and not whenever Python looks for cycles.
@@ -355,7 +362,7 @@ class ConvolutionPlan(Movable):
             return self
         plan = object.__new__(ConvolutionPlan)
         plan.__dict__.update(self.__dict__)
-        weakly = Weakly(grid)  # one for both sides, which are compared
+        weakly = WeakGrid(grid)  # one for both sides, which are compared
         for side in ("_source", "_target"):
             if plan.__dict__[side] is grid:
                 plan.__dict__[side] = weakly
@@ -369,7 +376,7 @@ class ConvolutionPlan(Movable):
             return self
         source = self.source.to(device)
         target = source if self._target is self._source else self.target.to(device)
-        return self.over(kernel_map, source=source, target=target)
+        return self.replaced(kernel_map, source=source, target=target)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k != "_edges_tensor"}
@@ -395,3 +402,164 @@ class ConvolutionPlan(Movable):
         words.append(f"{edges.num_in:,} -> {edges.num_out:,} voxels")
         words.append(f"{edges.num_pairs:,} pairs, {edges.num_pairs / max(1, edges.num_out):.1f} an output")
         return f"ConvolutionPlan({', '.join(words)}, {self.device})"
+
+
+# ---- arguments, checked before anything is built or launched
+
+
+def checked_window(
+    source: VoxelGrid,
+    kernel_size: Axes | None,
+    stride: Axes,
+    dilation: Axes,
+    padding: Axes | None,
+    taps: torch.Tensor | Sequence[Sequence[int]] | None,
+    boundary: Boundary | str,
+    groups: int,
+    backend: str,
+    deterministic: bool | None = None,
+) -> tuple[Window, Boundary]:
+    """What both constructors take, checked: the window and the boundary."""
+    check_kind("source", source, VoxelGrid, no_grid(source))
+    if type(kernel_size) is not int and isinstance(kernel_size, Sequence) and len(kernel_size) == source.rank + 1:
+        raise ValueError(f"kernel_size {kernel_size} has an axis more than {source}: {no_batch(source.rank)}")
+    check_count("groups", groups, 1)
+    check_backend(backend)
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True, False or None; got {deterministic!r}")
+    window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
+    return window, checked_boundary(boundary, source.rank)
+
+
+def checked_boundary(boundary: Boundary | str, rank: int) -> Boundary:
+    """A boundary whose extent, where it has one, is a box of that rank within 32 bits."""
+    if isinstance(boundary, str):
+        return _plain_boundary(boundary)
+    if not isinstance(boundary, Boundary):
+        raise TypeError(f"boundary must be 'absent', 'forbid' or a Boundary; got {boundary!r}")
+    extent = boundary.extent
+    if extent is not None:
+        if extent.rank != rank:
+            raise ValueError(f"the boundary's extent must have {rank} axes, as the grid has; got {extent}")
+        check_box(extent, "the boundary's extent")
+        if boundary.kind == "absent":
+            raise ValueError(
+                f"under 'absent' the space has no end, but the boundary has the extent {extent}: drop it, or take the "
+                "grid's subset of voxels within"
+            )
+    return boundary
+
+
+@cache
+def _plain_boundary(kind: Any) -> Boundary:
+    return Boundary(kind)
+
+
+def check_places(
+    device: torch.device,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
+    """Raise for operands of `ConvolutionPlan.execute` that are no plain tensors, or not on the plan's device."""
+    given: tuple[Any, ...] = (x, weight, bias, residual)
+    fit = x is not None and weight is not None
+    for t in given:  # names come later: each call runs this
+        fit &= t is None or (
+            isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested and t.device == device
+        )
+    if fit:
+        return
+    for name, tensor in zip(OPERANDS, given):
+        if tensor is None and name in ("bias", "residual"):
+            continue
+        check_tensor(name, tensor)
+        if tensor.device != device:
+            there = str(tensor.device)
+            advice = f"move it, or the plan, plan.to({there!r})"
+            if name in ("weight", "bias"):
+                advice = (
+                    f"move it, a network by net.to({str(device)!r}), or the scene before a plan is made of its grid"
+                )
+            raise ValueError(f"the plan is on {device} but {name} is on {there}: {advice}")
+
+
+def check_operands(
+    kernel_map: KernelMap,
+    groups: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    taps: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
+    """Raise for operands of `ConvolutionPlan.execute` that do not fit; ``taps`` is the weight by tap."""
+    rows = kernel_map.num_in
+    shape, (_, group_in, c_out), dtype = x.shape, taps.shape, x.dtype
+    if len(shape) != 2 or shape[0] != rows:
+        raise ValueError(
+            f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(shape)}{rows_of_points(shape)}"
+        )
+    if not dtype.is_floating_point:
+        raise TypeError(f"x must be floating point; got {dtype}")
+    if group_in * groups != shape[1]:
+        raise ValueError(
+            f"x has {shape[1]} channels, but the weight {tuple(weight.shape)} takes {group_in * groups} "
+            f"(C_in/G = {group_in} in {groups} groups)"
+        )
+    if c_out % groups:
+        raise ValueError(f"C_out = {c_out} must be a multiple of groups = {groups}")
+    if bias is not None and bias.shape != (c_out,):
+        raise ValueError(f"bias must be ({c_out},); got {tuple(bias.shape)}")
+    if residual is not None and residual.shape != (kernel_map.num_out, c_out):
+        raise ValueError(f"residual must be ({kernel_map.num_out}, {c_out}); got {tuple(residual.shape)}")
+    for tensor in (taps, bias, residual):
+        if tensor is not None and tensor.dtype != dtype:
+            name = "weight" if tensor is taps else "bias" if tensor is bias else "residual"
+            raise TypeError(f"x is {dtype} but the {name} is {tensor.dtype}: cast one, or use torch.autocast")
+
+
+def autocast(x: torch.Tensor, taps: torch.Tensor, *others: torch.Tensor | None) -> Any:
+    """The tensors in the dtype that an enclosing autocast asks for; fp64 is left alone, as torch does.
+
+    Taps (K, C_in/G, C_out) that are cast are contiguous: one copy does both.
+    """
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x, taps, *others
+    dtype = torch.get_autocast_dtype(kind)
+    cast = [t if t is None or t.dtype == dtype else t.to(dtype) for t in (x, *others)]
+    return cast[0], packed_as(taps, dtype), *cast[1:]
+
+
+def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+    """What `ConvolutionPlan.execute` was given as epilogue, its numbers bound; None for none."""
+    if given is None:
+        return None
+    from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction  # loaded where they are used
+
+    if isinstance(given, Epilogue):
+        return given
+    if isinstance(given, PointwiseDynamicFunction):
+        return Epilogue(given)
+    raise TypeError(
+        f"epilogue must be a function made with pointwise_dynamic, or an Epilogue of one; got {type(given).__name__}: "
+        "sparseconv.pointwise has relu, silu, gelu and others"
+    )
+
+
+def recorder(source: Any) -> Any:
+    """The class of plans on a grid of a trace, by torch.export or for streaming; None of any other grid."""
+    traced = isinstance(source, VoxelGrid) and (tracing() or source.is_watched)
+    return source.plan_type if traced else None
+
+
+def resolved(grid: GridRef) -> VoxelGrid:
+    """The grid, which a plan kept with it holds weakly."""
+    if not isinstance(grid, WeakGrid):
+        return grid
+    alive = grid.grid()
+    if alive is None:
+        raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
+    return alive

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 
+from sparseconv.device_mixin import Movable
 from sparseconv.geometry.arguments import check_same_space, checked_device
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.moving import Movable
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import TorchDispatchMode, pytree
@@ -183,7 +183,7 @@ def _copied(tables: list[Table], device: torch.device, root: VoxelGrid | None = 
     def moved(value: Any) -> Any:
         if isinstance(value, ConvolutionPlan):
             source, target = grids[id(value.source)], grids[id(value.target)]
-            return value.over(map_there(value.kernel_map), source=source, target=target)
+            return value.replaced(map_there(value.kernel_map), source=source, target=target)
         if isinstance(value, VoxelGrid):
             return grids.get(id(value))
         return value.to(device) if isinstance(value, torch.Tensor) else value
@@ -192,6 +192,6 @@ def _copied(tables: list[Table], device: torch.device, root: VoxelGrid | None = 
         there = grids[id(grid)]
         for key, value in table:
             made = pytree.tree_map(moved, value)
-            kept = made.kept_with(there) if isinstance(made, ConvolutionPlan) else made
+            kept = made.weak_copy(there) if isinstance(made, ConvolutionPlan) else made
             there.derived[pytree.tree_map(moved, key)] = kept
     return grids[id(tables[0][0])]

@@ -39,7 +39,7 @@ def plan_under(key: tuple, source: VoxelGrid, options: dict[str, Any], groups: i
     if plan is None:
         kind = source.plan_type or ConvolutionPlan
         plan = (kind.transposed if key[0] else kind)(source, **options)  # type: ignore[attr-defined]
-        plan = source.derived.setdefault(key, plan.kept_with(source))
+        plan = source.derived.setdefault(key, plan.weak_copy(source))
     return plan.with_groups(groups)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.gpu.streams import current
 from sparseconv.kinds import as_device, check_tensor, warn
-from sparseconv.plan.casting import packed_as
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -162,3 +164,67 @@ def packed(view: torch.Tensor) -> torch.Tensor:
     graph it is an operation like others; a compiler decides for itself what it copies.
     """
     return view if view.is_contiguous() or torch.compiler.is_compiling() else packed_as(view, view.dtype)
+
+
+# ---- casts of one call of a captured run: one launch each, and a gradient where the run gathers all of them
+
+
+class _State(threading.local):
+    places: dict[int, torch.Tensor] | None = None
+
+
+_state = _State()
+
+
+@contextmanager
+def gradients_into(places: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Within it, the gradient of a weight is written into the place of its address, the first time it is found."""
+    before, _state.places = _state.places, dict(places)
+    try:
+        yield
+    finally:
+        _state.places = before
+
+
+def packed_as(taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Taps (K, C_in/G, C_out) of any strides, contiguous in a dtype; themselves where they are that."""
+    if taps.dtype == dtype and taps.is_contiguous():
+        return taps
+    if torch.compiler.is_compiling() or current() is None or not taps.is_cuda:
+        same = taps.dtype == dtype  # of which Tensor.to returns what it was given, whatever its strides
+        return taps.contiguous() if same else taps.to(dtype, memory_format=torch.contiguous_format)
+    if taps.requires_grad and torch.is_grad_enabled():
+        return _Packed.apply(taps, dtype)
+    return _copied(taps, torch.empty(taps.shape, dtype=dtype, device=taps.device))
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.at, ctx.layout = taps.data_ptr(), (taps.shape, taps.stride(), taps.dtype)
+        return _copied(taps, torch.empty(taps.shape, dtype=dtype, device=taps.device))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        shape, stride, dtype = ctx.layout
+        place = None if _state.places is None else _state.places.pop(ctx.at, None)
+        if place is None or place.numel() != grad.numel() or place.dtype != dtype:
+            into = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+        else:
+            into = place.as_strided(shape, stride, place.storage_offset())
+        return _copied(grad, into), None
+
+
+def _copied(source: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """``into`` (K, C_in/G, C_out) filled; where one of both lies as (C_out, K, C_in/G) does, by one transposition."""
+    for one, other, turns in ((source, into, False), (into, source, True)):
+        outward = one.permute(2, 0, 1)
+        if outward.is_contiguous() and other.is_contiguous() and not (one.is_contiguous() or source.is_neg()):
+            from sparseconv.gpu.transposing import is_aligned, transpose  # Triton is loaded where it is used
+
+            if is_aligned(one, other):
+                by_channel, by_tap = outward.flatten(1), other.flatten(0, 1)
+                transpose(*((by_tap, by_channel) if turns else (by_channel, by_tap)))
+                return into
+    return into.copy_(source)

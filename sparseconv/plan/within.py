@@ -77,5 +77,5 @@ def plan_within(
             boundary = Boundary.absent()
             window = Window.of(grid.rank, size["kernel_size"], size["stride"], size["dilation"], size["padding"])
             plan = ConvolutionPlan.between(grid, coarse_grid(grid, window, boundary, box, ends), window, boundary)
-        plan = grid.derived.setdefault(key, plan.kept_with(grid))
+        plan = grid.derived.setdefault(key, plan.weak_copy(grid))
     return plan

@@ -11,7 +11,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, per_axis
 from sparseconv.geometry.window import Window
-from sparseconv.plan.arguments import checked_window
+from sparseconv.plan.convolution import checked_window
 from sparseconv.trace.boxes import Scale
 from sparseconv.trace.program import (
     Call,
@@ -287,7 +287,7 @@ class WatchedPlan:
         other.groups = groups
         return other
 
-    def kept_with(self, grid: VoxelGrid) -> WatchedPlan:
+    def weak_copy(self, grid: VoxelGrid) -> WatchedPlan:
         return self
 
 

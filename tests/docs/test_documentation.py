@@ -183,7 +183,7 @@ HANDED_ON = {
     "sparseconv.distributed.network.Sharded.forward": "the module's own forward",
     "sparseconv.nn.models.ptv3.PointTransformerV3.__init__": "PointTransformerOptions, which has more than 20",
     "sparseconv.plan.convolution.ConvolutionPlan.__call__": "an error that says what to call",
-    "sparseconv.plan.convolution.ConvolutionPlan.over": "the plan's own parts",
+    "sparseconv.plan.convolution.ConvolutionPlan.replaced": "the plan's own parts",
     "sparseconv.plan.shared.shared_plan": "ConvolutionPlan, or its transposed",
     "sparseconv.pointwise.function.PointwiseDynamicFunction.__call__": "outputs by number, out0= and so on",
     "sparseconv.pointwise.function.PointwiseDynamicFunction.__init__": "Evaluation, which is no name for users",

@@ -124,14 +124,14 @@ def _shuffled(case: dict[str, Any], want: torch.Tensor, number: int) -> str:
     place[order] = torch.arange(len(order))
     pairs = (place[kernel_map.in_rows.long()].int(), kernel_map.out_rows, kernel_map.tap_offsets)
     sizes = kernel_map.num_in, kernel_map.num_out, kernel_map.num_taps
-    other = plan.over(sc.KernelMap(*sizes, pairs=pairs))
+    other = plan.replaced(sc.KernelMap(*sizes, pairs=pairs))
     options = {"rescale": case["rescale"], "residual": case["residual"]}
     found = sc.quantization.convolve(other, case["x"][order], case["weight"], case["bias"], **options)
     return "" if torch.equal(found, want) else f"{number}: other bytes for shuffled rows, {plan}"
 
 
 def _named(plan: sc.ConvolutionPlan, name: str) -> sc.ConvolutionPlan:
-    return plan.over(plan.kernel_map, backend=name)
+    return plan.replaced(plan.kernel_map, backend=name)
 
 
 def _on(rescale: Rescale, device: str) -> Rescale:

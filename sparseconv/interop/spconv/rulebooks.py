@@ -12,7 +12,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.interop.arguments import whole
 from sparseconv.interop.spconv.core import activated
 from sparseconv.kinds import check_values
-from sparseconv.plan.arguments import autocast, check_operands
+from sparseconv.plan.convolution import autocast, check_operands
 from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.weights import packed
 from sparseconv.torch_private import any_autocast

@@ -13,7 +13,7 @@ import torch
 from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import SideStreams
 from sparseconv.nn.capturing.values.given import CannotCapture
-from sparseconv.plan.casting import gradients_into
+from sparseconv.plan.weights import gradients_into
 from sparseconv.torch_private import copy_each, pieces
 
 LOOSE = "a tensor that is no parameter of it, nor the scene's features, wants a gradient"

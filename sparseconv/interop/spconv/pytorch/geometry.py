@@ -233,7 +233,7 @@ class IndiceData:
         key = ("back within", self.window, tuple(self.out_spatial_shape), self.plan.is_transposed)
         plan = fine.derived.get(key)
         if plan is None or plan.source is not coarse:
-            plan = self.plan.transpose().kept_with(fine)
+            plan = self.plan.transpose().weak_copy(fine)
             fine.derived[key] = plan
         return plan
 
