@@ -8,7 +8,7 @@ import torch
 from sparseconv.gpu.transposing import is_aligned, transpose
 from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
 from sparseconv.nn.capturing.values.given import CannotCapture
-from sparseconv.plan import casting
+from sparseconv.plan import weights as casting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
