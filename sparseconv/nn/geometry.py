@@ -16,8 +16,7 @@ from sparseconv.geometry.ranges import KINDS, Boundary, Ints, per_axis
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor, shortened
 from sparseconv.ops.rows import check_plan
-from sparseconv.plan.convolution import checked_boundary
-from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.convolution import ConvolutionPlan, checked_boundary
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import tracing
