@@ -29,6 +29,7 @@ from sparseconv.geometry.fixed_grid_io import fault_of
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.streams import reporting
+from sparseconv.plan.convolution import ConvolutionPlan
 
 #: over the rows of the largest scene so far, for those of the next
 ROOM = 1.25
@@ -154,6 +155,8 @@ class Region:
         #: tensors that are read where they lie, and where that is
         self.in_place: list[Node] = []
         self.addresses: list[int] = []
+        #: handles of grids and plans of earlier regions
+        self.handles: list[Node] = []
         #: tensors that are copied into arrays; of those with rows, the axis and the symbol
         self.copied: list[tuple[Node, torch.Tensor]] = []
         self.rows: list[tuple[Node, torch.Tensor, int, str]] = []
@@ -184,7 +187,9 @@ class Region:
                 or node in graph.static
                 or not found.is_cuda
             ):
-                if node not in graph.handles and found.is_cuda:
+                if node in graph.handles:
+                    self.handles.append(node)
+                elif found.is_cuda:
                     self.in_place.append(node)
                     self.addresses.append(found.data_ptr())
             else:
@@ -273,12 +278,17 @@ class Region:
         run.env.update(self.values)
 
     def _capture(self, run: _Run) -> None:
+        """Capture the segment. Lists that it makes of maps from an earlier region are made anew in each of its runs:
+        those of this scene would else be part of the graph."""
         from sparseconv.gpu import graphs  # loaded where it is used
+
+        before = _state_of([own_of(run.arg(n)) for n in self.handles])
 
         inside = set(self.segment)
         leaving = [n for n in self.segment if n in run.graph.handles or any(u not in inside for u in n.users)]
 
         def body() -> dict[Node, Any]:
+            _put_back(before)
             self.body(run)
             return {node: run.env[node] for node in leaving}
 
@@ -307,6 +317,34 @@ class Region:
             if fault:
                 raise DoesNotFit(str(fault_of(fault)))
         run.host.update(zip(self.made, numbers[self.faults :]))
+
+
+def _state_of(roots: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """What grids and maps hold, and all of this library that they hold: lists are made of them where they are asked
+    for, and kept. An ordinary grid, by whose example sizes are chosen, is left out."""
+    found: dict[int, tuple[Any, Any]] = {}
+    left = list(roots)
+    while left:
+        at = left.pop()
+        is_own = type(at).__module__.startswith("sparseconv.") and not isinstance(at, type)
+        if isinstance(at, VoxelGrid) and at.count is None:
+            continue
+        if id(at) in found or not ((is_own and hasattr(at, "__dict__")) or isinstance(at, (dict, list, tuple))):
+            continue
+        held: Any = dict(at) if isinstance(at, dict) else list(at) if isinstance(at, (list, tuple)) else dict(vars(at))
+        found[id(at)] = at, held
+        left += held.values() if isinstance(held, dict) else held
+    return list(found.values())
+
+
+def _put_back(state: list[tuple[Any, Any]]) -> None:
+    for at, held in state:
+        if isinstance(at, list):
+            at[:] = held
+        elif not isinstance(at, tuple):
+            own = at if isinstance(at, dict) else vars(at)
+            own.clear()
+            own.update(held)
 
 
 def _dead(like: torch.Tensor, shape: Sequence[int], poison: bool) -> torch.Tensor:
@@ -738,6 +776,8 @@ class _Run:
             return self._grid(node, args)
         else:
             found = target(*args, **torch.fx.map_arg(node.kwargs, self.arg))
+            if is_own(node, "convolve") and self.graph.results is not None:
+                held_by(args[0], ConvolutionPlan).kernel_map.list_pairs()  # its fault is known before results leave
             if is_own(node, "target"):
                 name = symbol(value(node)[1].shape[0])
                 grid = held_by(found[0], VoxelGrid)
