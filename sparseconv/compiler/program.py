@@ -6,6 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Program:
         self.room = ROOM
         self.broken: str | None = None
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         """Whether running the graph once more would draw other random numbers."""
         passes = [p for p in (self.forward, self.backward) if p is not None]

@@ -157,12 +157,13 @@ class TracedGrid(VoxelGrid):
         return held_by(self.handle, VoxelGrid)
 
     #: the shape that `lie_within` was asked for
-    _within: Sequence[int] | None = None
+    _within: list[int] | None = None
 
     def lie_within(self, shape: Sequence[int]) -> None:
         """Have the program check that the voxels are in [0, shape)."""
-        if self._within is not shape:
-            self._within, self.handle = shape, _ops.inside(self.handle, list(shape))
+        if self._within is None or self._within != list(shape):
+            self._within = list(shape)
+            self.handle = _ops.inside(self.handle, self._within)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         return _ops.lookup(self.handle, coords)
@@ -262,7 +263,9 @@ class TracedPlan:
         within: Ints | None = None,
     ) -> None:
         rank = source.rank
-        if exporting():  # a compiled layer has checked them when it was made
+        if not exporting():
+            _begin()  # the grid may be of a program before this one
+        else:  # a compiled layer has checked them when it was made
             checked_window(
                 source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
             )

@@ -141,4 +141,5 @@ def rank_of(dimension: int | None) -> int:
 
 def check_mode(name: str, value: object, kind: type[Enum]) -> None:
     """Raise TypeError unless ``value`` is of this enumeration."""
-    check_kind(name, value, kind, f"pass one of {', '.join(kind.__members__)}")
+    if not isinstance(value, kind):
+        check_kind(name, value, kind, f"pass one of {', '.join(kind.__members__)}")

@@ -155,10 +155,9 @@ def place_in_trace(indices: torch.Tensor | None, kept: Place | None, items: int)
     """
     if kept is not None and isinstance(kept.voxels, TracedGrid) and kept.voxels.batch_size == items:
         return kept
-    if indices is None and kept is not None:
-        return Place(None, 0, TracedGrid.of(kept.voxels))
-    assert indices is not None
-    return Place(indices, 0, VoxelGrid(indices, items))
+    if indices is not None:
+        return Place(indices, 0, VoxelGrid(indices, items))
+    return Place(None, 0, TracedGrid.of(kept.voxels))  # type: ignore[union-attr]
 
 
 def check_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
