@@ -124,6 +124,9 @@ class Recording:
         held: by the name of a forward node, its value in fixed arrays.
         saved: names of forward nodes whose values are saved in fixed arrays.
         pending: the call whose gradients are still to come.
+        static: by kind of results, those that a graph leaves in one place, by dtype, and places of the others.
+        written: what is written after a call, and where, if both stay where they are.
+        read_in_place: names of forward nodes whose tensors have been found where the graph reads them.
         regions: by segment.
     """
 
@@ -135,6 +138,9 @@ class Recording:
         self.held: dict[str, Any] = {}
         self.saved: set[str] = set()
         self.pending: weakref.ref[Call] | None = None
+        self.static: dict[str, tuple[dict[torch.dtype, Any], list[int]]] = {}
+        self.written: dict[Any, Any] | None = None
+        self.read_in_place: set[str] = set()
         self.regions: dict[Any, Region] = {}
 
 
@@ -190,9 +196,12 @@ class Region:
             ):
                 if node in graph.handles:
                     self.handles.append(node)
-                elif found.is_cuda:
+                elif found.is_cuda and not (
+                    graph.of_forward and node.name in recording.read_in_place | recording.saved
+                ):
                     self.in_place.append(node)
                     self.addresses.append(found.data_ptr())
+                    recording.read_in_place.add(node.name)
             else:
                 self.copied.append((node, found.detach().clone()))
         #: the number of this replay, and live rows that the caller's tensors say; on a GPU, from pinned memory
@@ -612,26 +621,40 @@ class _Run:
         if any(node in graph.handles for node in out[first:]):
             ticket = handle((call,))
             recording.pending = weakref.ref(call)
-        results = self._results(out[:first])
+        results = self._results(out[:first], "results")
         # without a handle the backward program could not tell whose arrays these are: it gets the scene's own rows
         saved = out[first:]
-        results += self._results(saved) if ticket is None else [self._saved(node, ticket) for node in saved]
+        results += self._results(saved, "saved") if ticket is None else [self._saved(node, ticket) for node in saved]
         self._write()  # the scene fits: nothing is left that could raise
         return results
 
     def _write(self) -> None:
         """Write what the call leaves behind, such as running statistics."""
-        onto: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for node in self.graph.writes:
-            target, source = map(self._real, node.args[:2])
-            if target.shape == source.shape and target.dtype == source.dtype:
-                of_kind = onto.setdefault((target.dtype, target.device), ([], []))
-                of_kind[0].append(target)
-                of_kind[1].append(source)
+        written = self.recording.written
+        if written is None:
+            written = {}
+            for node in self.graph.writes:
+                target, source = map(self._real, node.args[:2])
+                alike = target.shape == source.shape and target.dtype == source.dtype
+                targets, sources = written.setdefault((target.dtype, target.device, alike), ([], []))
+                targets.append(target)
+                sources.append(source)
+            if all(
+                n.args[0].name in self.recording.read_in_place and self._stays(n.args[1]) for n in self.graph.writes
+            ):
+                self.recording.written = written
+        for (*_, alike), (targets, sources) in written.items():
+            if alike:
+                torch._foreach_copy_(targets, sources)
             else:
-                target.copy_(source)
-        for targets, sources in onto.values():
-            torch._foreach_copy_(targets, sources)
+                for target, source in zip(targets, sources):
+                    target.copy_(source)
+
+    def _stays(self, node: Any) -> bool:
+        """Whether a graph leaves a tensor where it left it before, with as many rows."""
+        graph = self.graph
+        moves = not self.on_gpu or node not in graph.in_region or node in graph.handles or node in graph.axes
+        return not moves and isinstance(self.env[node], torch.Tensor)
 
     def _segments(self) -> None:
         graph, regions = self.graph, self.recording.regions
@@ -664,18 +687,27 @@ class _Run:
             self.recording.saved.add(node.name)
         return self.arg(node)
 
-    def _results(self, nodes: Sequence[Any]) -> list[Any]:
+    def _results(self, nodes: Sequence[Any], kind: str) -> list[Any]:
         """Values as the caller gets them: none of them in the memory of the graph."""
-        found = [self._real(node) if isinstance(node, Node) else node for node in nodes]
-        mine: dict[torch.dtype, list[int]] = {}
-        for i, (node, t) in enumerate(zip(nodes, found)):
-            if isinstance(t, torch.Tensor) and node in self.padded and node not in self.graph.handles:
-                mine.setdefault(t.dtype, []).append(i)
-        for dtype, places in mine.items():
-            if dtype.is_floating_point and len(places) > 1 and self.on_gpu:  # few launches for all of them
-                copies: Any = torch._foreach_mul([found[i] for i in places], 1.0)
-            else:
-                copies = [found[i].clone() for i in places]
+        static = self.recording.static.get(kind)
+        if static is None:
+            static = self.recording.static[kind] = {}, []
+            for i, node in enumerate(nodes):
+                if isinstance(node, Node) and self._stays(node):
+                    places, tensors = static[0].setdefault(self.env[node].dtype, ([], []))
+                    places.append(i)
+                    tensors.append(self.env[node])
+                else:
+                    static[1].append(i)
+        found: list[Any] = [None] * len(nodes)
+        for i in static[1]:
+            node = nodes[i]
+            made = self._real(node) if isinstance(node, Node) else node
+            if isinstance(made, torch.Tensor) and node in self.padded and node not in self.graph.handles:
+                made = made.clone()
+            found[i] = made
+        for dtype, (places, tensors) in static[0].items():  # few launches for all of them
+            copies: Any = torch._foreach_mul(tensors, 1.0) if dtype.is_floating_point else map(torch.clone, tensors)
             for i, copy in zip(places, copies):
                 found[i] = copy
         return found
@@ -867,7 +899,7 @@ class _Run:
                 self.env[node] = self.recording.held[node.name]
         self.padded = graph.in_region | {n for n in graph.inputs if n.name in self.recording.saved}
         self._segments()
-        return self._results(graph.output.args[0])  # type: ignore[arg-type]
+        return self._results(graph.output.args[0], "gradients")  # type: ignore[arg-type]
 
     def device(self) -> torch.device:
         places = [t.device for t in self.env.values() if isinstance(t, torch.Tensor)]
