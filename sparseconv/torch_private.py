@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
@@ -72,6 +72,21 @@ BatchNormBase: Any = private(
     "nn.modules.batchnorm._BatchNorm",
     (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
 )
+
+
+if TYPE_CHECKING:
+    settable = property
+else:
+
+    class settable(property):
+        """A property whose assignment torch.compile follows: Dynamo of torch 2.11 knows no assignment but Python's."""
+
+        def __init__(self, *functions, **more):
+            super().__init__(*functions, **more)
+            self.assign = self.fset
+
+        def __set__(self, instance, value):
+            self.assign(instance, value)
 
 
 def exporting() -> bool:

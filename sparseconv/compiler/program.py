@@ -639,9 +639,8 @@ class _Run:
                 targets, sources = written.setdefault((target.dtype, target.device, alike), ([], []))
                 targets.append(target)
                 sources.append(source)
-            if all(
-                n.args[0].name in self.recording.read_in_place and self._stays(n.args[1]) for n in self.graph.writes
-            ):
+            pairs: list[Any] = [n.args for n in self.graph.writes]
+            if all(a[0].name in self.recording.read_in_place and self._stays(a[1]) for a in pairs):
                 self.recording.written = written
         for (*_, alike), (targets, sources) in written.items():
             if alike:

@@ -297,3 +297,26 @@ class OfFlexGemm(torch.nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 def test_flex_gemm(training):
     compare(OfFlexGemm(), training=training)
+
+
+class OfAssignments(torch.nn.Module):
+    """Indices and features are assigned to tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = spconv.SubMConv3d(4, 8, 3), spconv.SubMConv3d(8, 8, 3)
+        self.c = spnn.Conv3d(8, 8, 3)
+
+    def forward(self, f, c):
+        x = self.a(spconv.SparseConvTensor(f, c, SHAPE, 2))
+        x.indices = c.flip(0)
+        y = self.b(x)
+        z = torchsparse.SparseTensor(y.features, c)
+        z.F = torch.relu(z.F)
+        z.F = z.F * 3
+        return y.features, z.F, self.c(z).F
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_assigned_to_a_tensor_is_read(training):
+    compare(OfAssignments(), training=training)

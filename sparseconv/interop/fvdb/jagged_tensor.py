@@ -10,6 +10,7 @@ import torch
 
 from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.kinds import check_tensor, check_values, described, shortened
+from sparseconv.torch_private import settable
 
 
 class JaggedTensor:
@@ -70,7 +71,7 @@ class JaggedTensor:
         made.joffsets, made._data = offsets, data
         return made
 
-    @property
+    @settable
     def jdata(self) -> torch.Tensor:
         """All rows."""
         return self._data

@@ -13,6 +13,7 @@ from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.kinds import SparseTensorOperationMode
 from sparseconv.interop.minkowski.traced import met, same
 from sparseconv.kinds import check_tensor, described
+from sparseconv.torch_private import settable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,7 +70,7 @@ class Tensor:
     _D: int
     _held: CoordinateManager
 
-    @property
+    @settable
     def _manager(self) -> CoordinateManager:
         return met(self._held)
 

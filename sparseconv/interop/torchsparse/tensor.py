@@ -23,7 +23,7 @@ from sparseconv.interop.torchsparse.conventions import (
 )
 from sparseconv.interop.torchsparse.traced import met
 from sparseconv.kinds import check_kind, check_tensor, check_values
-from sparseconv.torch_private import surely, tracing
+from sparseconv.torch_private import settable, surely, tracing
 from sparseconv.transforms import check_not_recorded
 
 Ints = tuple[int, ...]
@@ -189,7 +189,7 @@ class SparseTensor:
         made.feats, made.coords, made.stride, made.spatial_range, made._caches = feats, coords, stride, extent, caches
         return made
 
-    @property
+    @settable
     def _caches(self) -> Any:
         return met(self._held, inner, TensorCache, own)
 
@@ -197,7 +197,7 @@ class SparseTensor:
     def _caches(self, caches: Any) -> None:
         self._held = caches
 
-    @property
+    @settable
     def F(self) -> Any:
         return self.feats
 
@@ -205,7 +205,7 @@ class SparseTensor:
     def F(self, feats: Any) -> None:
         self.feats = feats
 
-    @property
+    @settable
     def C(self) -> Any:
         return self.coords
 
@@ -213,7 +213,7 @@ class SparseTensor:
     def C(self, coords: Any) -> None:
         self.coords = coords
 
-    @property
+    @settable
     def s(self) -> Strides:
         return self.stride
 
@@ -221,7 +221,7 @@ class SparseTensor:
     def s(self, stride: Any) -> None:
         self.stride = strides(stride)
 
-    @property
+    @settable
     def cmaps(self) -> dict:
         return self._caches.cmaps
 
@@ -229,7 +229,7 @@ class SparseTensor:
     def cmaps(self, maps: dict) -> None:
         self._caches = TensorCache(maps, self._caches.kmaps)
 
-    @property
+    @settable
     def kmaps(self) -> dict:
         return self._caches.kmaps
 

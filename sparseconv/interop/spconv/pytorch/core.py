@@ -18,7 +18,7 @@ from sparseconv.interop.spconv.pytorch.tracing import Traced
 from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import check_in_trace, exporting, tracing
+from sparseconv.torch_private import check_in_trace, exporting, settable, tracing
 
 #: one class here stands for both of spconv's
 ImplicitGemmIndiceData = IndiceData
@@ -144,7 +144,7 @@ class SparseConvTensor(metaclass=Traced):
         """The indices (N, 1+D) int32, not to be written to."""
         return self._place().voxels.coords if self._indices is None else self._indices
 
-    @property
+    @settable
     def indices(self) -> torch.Tensor:
         """(N, 1+D) int32, which the client may write to: where a plan's own are behind it, a copy of them, made at the
         first reading."""
@@ -191,7 +191,7 @@ class SparseConvTensor(metaclass=Traced):
 
     # ---- features
 
-    @property
+    @settable
     def features(self) -> torch.Tensor:
         return self._features
 
