@@ -150,7 +150,7 @@ def _keys(places: torch.Tensor, order: Order, box: IndexRange) -> torch.Tensor:
         axes = sorted(range(1, box.rank), key=lambda a: -box.shape[a])
         axes = [*axes, 0]
         turned = IndexRange(tuple(box.start[a] for a in axes), tuple(box.end[a] for a in axes))
-        return KeySpace.covering(turned).keys(places[:, axes])
+        return KeySpace(turned).keys(places[:, axes])
     if order != "morton":
         raise ValueError(f"by must be 'morton', 'slab' or 'kd'; got {order!r}")
     # the batch above, then the highest bits of every axis interleaved, as many as 62 bits hold

@@ -24,7 +24,7 @@ def unique_coords(coords: torch.Tensor) -> torch.Tensor:
         return coords
     box = IndexRange(low, tuple(h + 1 for h in high))
     check_box(box, "voxels")
-    return KeySpace.covering(box).coords(torch.unique(KeySpace.covering(box).keys(coords)))
+    return KeySpace(box).coords(torch.unique(KeySpace(box).keys(coords)))
 
 
 def reached(

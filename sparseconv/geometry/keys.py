@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -13,30 +12,26 @@ from sparseconv.geometry.ranges import IndexRange, Ints
 KEY_LIMIT = 2**63
 
 
-@dataclass(frozen=True)
 class KeySpace:
     """Row-major numbers for the points of a box of coordinate columns, batch first: coordinates <-> int64 keys.
 
         key(c) = ((c0 - low0) * size1 + (c1 - low1)) * size2 + ...
 
-    Keys order points lexicographically. Raises ValueError where the box has 2^63 points or more.
+    Keys order points lexicographically. An empty axis counts as one of size 1.
+
+    Raises:
+        ValueError: the box has 2^63 points or more.
     """
 
-    low: Ints
-    size: Ints
-
-    def __post_init__(self) -> None:
+    def __init__(self, box: IndexRange) -> None:
+        self.low: Ints = box.start
+        self.size: Ints = tuple([max(1, n) for n in box.shape])
         volume = math.prod(self.size)
         if volume >= KEY_LIMIT:
             raise ValueError(
                 f"the extent {' x '.join(map(str, self.size))} (batch first) has {volume:.3g} cells, but 64-bit keys "
                 "number fewer than 2^63: remove far-off outliers, use larger voxels, or split the scene"
             )
-
-    @classmethod
-    def covering(cls, box: IndexRange) -> KeySpace:
-        """The key space of a box; an empty one gets size 1 on each axis."""
-        return cls(box.start, tuple(max(1, n) for n in box.shape))
 
     @property
     def factors(self) -> Ints:

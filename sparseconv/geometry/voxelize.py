@@ -118,7 +118,7 @@ def voxelize(
         raise ValueError(f"batch names item {high[0]:.0f}, but batch_size is {batch_size}")
     items = checked_batch_size(int(high[0]) + 1) if batch_size is None else batch_size
     box = IndexRange([int(v) for v in low[1:]], [int(v) + 1 for v in high[1:]])
-    coords, rows = found.merge(KeySpace.covering(IndexRange((0, *box.start), (items, *box.end))))
+    coords, rows = found.merge(KeySpace(IndexRange((0, *box.start), (items, *box.end))))
     like = object.__new__(VoxelGrid)
     like.batch_size, like.voxel_size, like.origin, like.is_placed = items, size, corner, True
     return like._known(coords, box, fills=True), rows

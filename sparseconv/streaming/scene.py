@@ -130,5 +130,5 @@ def lexicographic(coords: torch.Tensor) -> torch.Tensor:
     if not len(coords):
         return torch.zeros(0, dtype=torch.int64)
     low, high = torch.aminmax(coords, dim=0)
-    space = KeySpace.covering(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
+    space = KeySpace(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
     return space.keys(coords).argsort()

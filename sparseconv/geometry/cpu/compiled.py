@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ WORDS, WORDS_EACH = 1 << 19, 16
 
 def serves(grid: VoxelGrid) -> bool:
     """Whether the loops take a grid."""
-    return grid.device.type == "cpu" and grid.count is None and missing() is None
+    return grid.coords.is_cpu and grid.count is None and missing() is None
 
 
 class _Lines(NamedTuple):
@@ -49,16 +50,14 @@ def find_edges(
     space = _reach(fine, coarse, stride, offsets)
     if space is None:
         return None
-    one_grid = coarse is fine and all(s == 1 for s in stride)
-    keys, rows, _ = _sorted_keys(space, fine, ())
+    one_grid = coarse is fine and all([s == 1 for s in stride])
+    keys, rows, _ = _sorted_keys(space, fine, (1,) * fine.rank)
     queries, called, ascend = (keys, rows, True) if one_grid else _sorted_keys(space, coarse, stride)
     lines = _lines(offsets, one_grid)
-    by = space.factors[1:]
-    deltas = _numbers(sum(o * f for o, f in zip(first, by)) for first in lines.firsts)
+    deltas = torch.tensor([sum(map(mul, first, space.factors[1:])) for first in lines.firsts])
     ends, held = torch.empty(len(offsets) + 1, dtype=torch.int64), torch.zeros(len(lines.taps), dtype=torch.int64)
     sizes = len(fine), len(coarse), len(deltas), len(offsets)
-    places = [t.data_ptr() for t in (keys, rows, queries, called)]
-    places += [deltas, *(t.data_ptr() for t in (*lines[1:], held, ends))]
+    places = [t.data_ptr() for t in (keys, rows, queries, called, deltas, *lines[1:], held, ends)]
     search = edge_loop()
     count = search(0, *sizes, *places, None, None)
     ins, outs = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
@@ -73,8 +72,10 @@ def find_edges(
 def _sorted_keys(space: KeySpace, grid: VoxelGrid, stride: Ints) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """The keys of stride * voxels in ascending order, with a larger one behind them, (N+1,) int64; their rows (N,)
     int32; and whether they lie so in the grid."""
-    keys, ascend = _keys(space, grid.coords, stride)
-    if ascend:
+    by = space.factors
+    factors = _numbers([by[0], *map(mul, by[1:], stride), -sum(map(mul, space.low, by))])
+    keys = torch.empty(len(grid) + 1, dtype=torch.int64)
+    if key_loop(len(by))(len(grid), grid.coords.data_ptr(), factors, keys.data_ptr()):
         return keys, torch.arange(len(grid), dtype=torch.int32), True
     order = grid._table.rows
     keys[:-1] = keys[:-1][order]
@@ -87,13 +88,11 @@ def _reach(fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints
     So what a tap adds to a key fits 64 bits, however far padding moves the taps away.
     """
     start, end = [0], [max(fine.batch_size, 1)]
-    for axis, step in enumerate(stride):
-        reach = [0, *(offset[axis] for offset in offsets)]
-        seen = (step * coarse.extent.start[axis] + min(reach), step * (coarse.extent.end[axis] - 1) + max(reach) + 1)
-        start.append(min(fine.extent.start[axis], seen[0]))
-        end.append(max(fine.extent.end[axis], seen[1]))
+    for axis, (step, moves) in enumerate(zip(stride, zip(*offsets))):
+        start.append(min(fine.extent.start[axis], step * coarse.extent.start[axis] + min(0, *moves)))
+        end.append(max(fine.extent.end[axis], step * (coarse.extent.end[axis] - 1) + max(0, *moves) + 1))
     try:
-        return KeySpace.covering(IndexRange(tuple(start), tuple(end)))
+        return KeySpace(IndexRange(start, end))
     except ValueError:
         return None
 
@@ -128,17 +127,6 @@ def reached_voxels(
     _, *low = ends[: 1 + grid.rank]
     _, *high = ends[1 + grid.rank :]
     return coords, IndexRange(low, [h + 1 for h in high])
-
-
-def _keys(space: KeySpace, coords: torch.Tensor, stride: Ints = ()) -> tuple[torch.Tensor, bool]:
-    """The keys of stride * coords (M, 1+D) and a larger number behind them, (M+1,) int64; whether they ascend."""
-    by = space.factors
-    moved = -sum(low * factor for low, factor in zip(space.low, by))
-    times = (1, *(stride or (1,) * (len(by) - 1)))
-    factors = _numbers([*(f * t for f, t in zip(by, times)), moved])
-    keys = torch.empty(len(coords) + 1, dtype=torch.int64)
-    ascend = key_loop(len(by))(len(coords), coords.data_ptr(), factors, keys.data_ptr())
-    return keys, bool(ascend)
 
 
 def _numbers(values: Iterable[int]) -> Any:

@@ -471,11 +471,6 @@ def pack_shifts(shifts: tuple[int, ...]) -> int:
     return sum(s << (4 * axis) for axis, s in enumerate(shifts))
 
 
-def shifts_of(columns: int) -> tuple[int, ...]:
-    """log2 of a block's edge along each column of coordinates."""
-    return _SHIFTS[columns]
-
-
 def width_of(columns: int) -> int:
     """Columns as kernels take them: a power of two, or 8."""
     return 2 if columns == 2 else 4 if columns <= 4 else 8

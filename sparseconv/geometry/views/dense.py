@@ -55,7 +55,7 @@ def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexR
         dense = dense_on_gpu(features, coords, items, box)
         if dense is not None:
             return dense
-    cells = KeySpace.covering(box).keys(coords[:, 1:])
+    cells = KeySpace(box).keys(coords[:, 1:])
     dense = features.new_zeros(items, features.shape[1], box.size).movedim(1, -1)  # channels first in memory
     return dense.index_put((coords[:, 0].long(), cells), features).movedim(-1, 1).unflatten(2, box.shape)
 
@@ -66,7 +66,7 @@ def filled_within(features: torch.Tensor, coords: torch.Tensor, items: int, box:
         dense = dense_on_gpu(features, coords, items, box)
         if dense is not None:
             return dense
-    space = KeySpace.covering(IndexRange((0, *box.start), (items, *box.end)))
+    space = KeySpace(IndexRange((0, *box.start), (items, *box.end)))
     count = items * box.size
     keys = torch.where(space.contains(coords), space.keys(coords.long()), count)
     flat = features.new_zeros(count + 1, features.shape[1]).index_copy(0, keys, features)[:count]

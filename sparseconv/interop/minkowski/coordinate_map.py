@@ -55,7 +55,7 @@ def first_rows(coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not low:
         return (torch.zeros(0, dtype=torch.int64, device=coords.device),) * 2
     try:
-        keys = KeySpace.covering(IndexRange(low, tuple(h + 1 for h in high))).keys(coords.long())
+        keys = KeySpace(IndexRange(low, tuple(h + 1 for h in high))).keys(coords.long())
         distinct, numbers = torch.unique(keys, return_inverse=True)
     except ValueError:  # wider than 63 bits
         distinct, numbers = torch.unique(coords, dim=0, return_inverse=True)

@@ -31,7 +31,7 @@ def sparse_quantize(
     size = torch.tensor(numbers(voxel_size, 3, "voxel_size", positive=True), dtype=torch.float64)
     cells = lower_corners("coords", points.double() / size).numpy()
     low, high = bounds(torch.from_numpy(cells))
-    space = KeySpace.covering(IndexRange(low, tuple(h + 1 for h in high)))
+    space = KeySpace(IndexRange(low, tuple(h + 1 for h in high)))
     keys = space.keys(torch.from_numpy(cells)).numpy()
     _, index, inverse = np.unique(keys, return_index=True, return_inverse=True)
     results = [cells[index], *[index] * return_index, *[inverse] * return_inverse]
