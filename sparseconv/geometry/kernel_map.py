@@ -159,10 +159,11 @@ class KernelMap(Movable):
                 raise ValueError(f"neighbors must be ({num_taps}, {num_out}), taps and outputs; got {neighbors.shape}")
             self.__dict__["neighbors"] = neighbors
         if pairs is not None:
-            shapes = [tuple(part.shape) for part in pairs]
-            if shapes[0] != shapes[1] or shapes[2] != (num_taps + 1,):
+            in_rows, out_rows, offsets = pairs
+            if in_rows.shape != out_rows.shape or offsets.shape != (num_taps + 1,):
+                shapes = [tuple(part.shape) for part in pairs]
                 raise ValueError(f"pairs must be (P,), (P,) and ({num_taps + 1},) for {num_taps} taps; got {shapes}")
-            self.__dict__["_pairs"] = pairs
+            self.__dict__["pairs"] = pairs
 
     @kept_property
     @transforms.constant
@@ -175,29 +176,30 @@ class KernelMap(Movable):
                     return twin.neighbors.flip(0)
             with map_stream():  # by no index that a graph could not copy
                 return torch.stack([twin.neighbors[tap] for tap in self.mirror])
-        if self.source is not None and (self.padded or "_pairs" not in self.__dict__):
+        if self.source is not None and (self.padded or "pairs" not in self.__dict__):
             with map_stream():
                 return self.source.neighbors
         if self.source is not None:
             with edge_stream(self.source.moment):
-                return self.source.table_of(*self._pairs, self.num_out)
-        in_rows, out_rows, _ = self._pairs
+                return self.source.table_of(*self.pairs, self.num_out)
+        in_rows, out_rows, _ = self.pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
         table.view(-1)[self.pair_taps.long() * self.num_out + out_rows] = in_rows
         return table
 
     @kept_property
     @transforms.constant
-    def _pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def pairs(self) -> tuple[Int32[torch.Tensor, " P"], Int32[torch.Tensor, " P"], Int64[torch.Tensor, " K+1"]]:
+        """``in_rows``, ``out_rows`` and ``tap_offsets``."""
         if self.source is not None:
             twin = self._twin()
-            if twin is not None and "_pairs" in twin.__dict__:
-                out_rows, in_rows, offsets = twin._pairs
+            if twin is not None and "pairs" in twin.__dict__:
+                out_rows, in_rows, offsets = twin.pairs
                 return in_rows, out_rows, offsets
             with edge_stream(self.source.moment):
                 in_rows, out_rows, offsets = self.source.pairs()
             if twin is not None:  # both directions read the same arrays
-                twin.__dict__.setdefault("_pairs", (out_rows, in_rows, offsets))
+                twin.__dict__.setdefault("pairs", (out_rows, in_rows, offsets))
             return in_rows, out_rows, offsets
         table = self.neighbors
         live = table >= 0
@@ -217,7 +219,7 @@ class KernelMap(Movable):
     def list_pairs(self) -> None:
         """Write a padded map's pairs now, for a gradient to come: a fault that they raise is then known before it."""
         if self.padded:
-            self.half_pairs if self.is_halved else self._pairs  # noqa: B018 (kept)
+            self.half_pairs if self.is_halved else self.pairs  # noqa: B018 (kept)
 
     @property
     def is_halved(self) -> bool:
@@ -235,8 +237,8 @@ class KernelMap(Movable):
         may follow in these arrays.
         """
         source = self.source
-        if source is None or "_pairs" in self.__dict__:
-            return self._pairs
+        if source is None or "pairs" in self.__dict__:
+            return self.pairs
         twin = self._twin()
         if twin is not None and "half_pairs" in twin.__dict__:  # both directions read the same arrays
             out_rows, in_rows, offsets = twin.half_pairs
@@ -251,17 +253,17 @@ class KernelMap(Movable):
     @property
     def in_rows(self) -> Int32[torch.Tensor, " P"]:
         """(P,) int32: the input row of each edge, by tap."""
-        return self._pairs[0]
+        return self.pairs[0]
 
     @property
     def out_rows(self) -> Int32[torch.Tensor, " P"]:
         """(P,) int32: the output row of each edge, by tap."""
-        return self._pairs[1]
+        return self.pairs[1]
 
     @property
     def tap_offsets(self) -> Int64[torch.Tensor, " K+1"]:
         """(K+1,) int64 on the map's device: tap k owns the edges [tap_offsets[k], tap_offsets[k+1])."""
-        return self._pairs[2]
+        return self.pairs[2]
 
     @cached_property
     @transforms.constant
@@ -318,12 +320,12 @@ class KernelMap(Movable):
     @transforms.constant
     def tap_counts(self) -> tuple[int, ...]:
         """Edges of each tap, on the host (the first reading waits for the device)."""
-        return tuple(self.tap_offsets.diff().tolist()) if self.source is None else self.source.counts()
+        return tuple(self.pairs[2].diff().tolist()) if self.source is None else self.source.counts()
 
     @cached_property
     def num_pairs(self) -> int:
         """P, the number of edges."""
-        return len(self.in_rows) if self.source is None else self.source.total()
+        return len(self.pairs[0]) if self.source is None else self.source.total()
 
     @cached_property
     def max_pairs_per_tap(self) -> int:
@@ -345,8 +347,8 @@ class KernelMap(Movable):
             sizes = self.num_out, self.num_in, self.num_taps
             symmetry = {"identity_tap": self.identity_tap, "mirror": self.mirror}
             source, pairs = None if self.source is None else self.source.reversed(), None
-            if not self.padded and (source is None or "_pairs" in self.__dict__):
-                in_rows, out_rows, offsets = self._pairs
+            if not self.padded and (source is None or "pairs" in self.__dict__):
+                in_rows, out_rows, offsets = self.pairs
                 pairs = out_rows, in_rows, offsets
             twin = KernelMap(*sizes, source=source, pairs=pairs, **symmetry)  # type: ignore[arg-type]
             if "num_pairs" in self.__dict__:
@@ -367,7 +369,7 @@ class KernelMap(Movable):
         if checked_device(device) == self.device:
             return self
         self._counted()
-        in_rows, out_rows, offsets = (t.to(device) for t in self._pairs)
+        in_rows, out_rows, offsets = (t.to(device) for t in self.pairs)
         return KernelMap(
             self.num_in,
             self.num_out,
@@ -379,18 +381,18 @@ class KernelMap(Movable):
 
     def __getstate__(self) -> dict[str, Any]:
         self._counted()
-        kept = ("num_in", "num_out", "num_taps", "identity_tap", "mirror", "meets_all", "_pairs")
-        self._pairs  # noqa: B018 (pairs are the form that travels: derive them if they are not there yet)
+        kept = ("num_in", "num_out", "num_taps", "identity_tap", "mirror", "meets_all", "pairs")
+        self.pairs  # noqa: B018 (pairs are the form that travels: derive them if they are not there yet)
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         bare = {"prepared": {}, "work_lists": WorkLists(), "_reverse": None, "_reverse_of": None, "source": None}
-        self.__dict__.update(state, **bare, device=state["_pairs"][0].device)
+        self.__dict__.update(state, **bare, device=state["pairs"][0].device)
         self._check()
 
     def _check(self) -> None:
         """Raise ValueError where edges of a file lead to rows or taps that are not there: kernels do not look."""
-        in_rows, out_rows, offsets = self._pairs
+        in_rows, out_rows, offsets = self.pairs
         taps, count = range(self.num_taps), len(in_rows)
         steps = torch.cat([offsets.new_zeros(1), offsets, offsets.new_tensor([count])]).diff()
         right = (

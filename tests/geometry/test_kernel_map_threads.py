@@ -16,7 +16,7 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32
 def test_an_array_that_another_thread_has_kept_meanwhile_stays(monkeypatch):
     coords = torch.unique(torch.randint(0, 6, (100, 3), generator=torch.Generator().manual_seed(0)), dim=0)
     grid = sc.VoxelGrid(torch.nn.functional.pad(coords, (1, 0)).int())
-    for name in ("neighbors", "_pairs", "half_pairs"):
+    for name in ("neighbors", "pairs", "half_pairs"):
         kernel_map = sc.ConvolutionPlan(grid, 3).kernel_map
         kernel_map.in_rows, kernel_map.neighbors
         kernel_map.__dict__.pop(name, None)

@@ -241,7 +241,7 @@ def test_a_map_writes_its_edges_when_they_are_asked_for(first: str) -> None:
     assert lazy.reverse().in_rows is lazy.out_rows
     for here, there in ((lazy, want), (lazy.reverse(), want.reverse())):
         assert torch.equal(here.neighbors, there.neighbors)
-        for one, other in zip(here._pairs, there._pairs):
+        for one, other in zip(here.pairs, there.pairs):
             assert torch.equal(one, other)
     kept = lazy.reverse()
     del lazy

@@ -80,7 +80,7 @@ def test_a_weight_gradient_reads_half_of_the_edges_to_the_same_bits(groups: int)
     x, g = (torch.randn(300, 8 * groups, generator=generator).to(DEVICE) for _ in range(2))
     assert edges.is_halved
     assert not every.is_halved
-    edges.__dict__.pop("_pairs")
+    edges.__dict__.pop("pairs")
     grads = []
     for kernel_map in (edges, edges.reverse(), every):
         work = problem_size(Request(kernel_map, DEVICE, x.dtype, 8 * groups, 8 * groups, groups), True)
@@ -88,7 +88,7 @@ def test_a_weight_gradient_reads_half_of_the_edges_to_the_same_bits(groups: int)
             out = torch.full((27, 8, 8 * groups), float("nan"), device=DEVICE)
             WeightGradSpec(config, work, x, g, 27).bind(kernel_map)(x, g, out)
             grads.append(out)
-    assert "_pairs" not in edges.__dict__
+    assert "pairs" not in edges.__dict__
     assert edges.half_pairs[0] is edges.reverse().half_pairs[1]
     assert torch.equal(grads[0], grads[2])
     assert torch.equal(grads[1], grads[0].flip(0))  # the mirrored taps, by the same pairs

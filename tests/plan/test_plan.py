@@ -147,7 +147,7 @@ def test_what_a_damaged_file_says_is_refused(grid):
     longer.__dict__["features"] = torch.randn(3, 4)
     with pytest.raises(ValueError, match="one row a voxel"):
         through_a_file(longer)
-    ins, outs, offsets = sc.ConvolutionPlan(grid, 3).kernel_map._pairs
+    ins, outs, offsets = sc.ConvolutionPlan(grid, 3).kernel_map.pairs
     for pairs in (
         (ins + 1, outs, offsets),
         (ins - 1, outs, offsets),
@@ -159,7 +159,7 @@ def test_what_a_damaged_file_says_is_refused(grid):
         (ins, outs, offsets[:-1]),
     ):
         plan = through_a_file(sc.ConvolutionPlan(grid, 3))
-        plan.kernel_map.__dict__["_pairs"] = pairs
+        plan.kernel_map.__dict__["pairs"] = pairs
         with pytest.raises((ValueError, RuntimeError), match="damaged"):
             through_a_file(plan)
     for name, value in (("identity_tap", 27), ("mirror", (0,) * 27), ("num_in", 3), ("num_out", 3), ("num_taps", 26)):
