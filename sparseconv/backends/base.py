@@ -104,7 +104,6 @@ class Backend(ABC):
         bias = None if bias is None else bias.to(wide)
         return self.forward(x.to(wide), weight.to(wide), kernel_map, groups, bias)
 
-    @abstractmethod
     def input_grad(
         self,
         grad_out: Float[torch.Tensor, "N_out C_out"],
@@ -113,6 +112,7 @@ class Backend(ABC):
         groups: int,
     ) -> Float[torch.Tensor, "N_in C_in"]:
         """dL/dx (N_in, C_in) from dL/dy (N_out, C_out) and the weight (K, C_in/G, C_out) as it lies."""
+        return self.forward(grad_out, *adjoint_of(weight, kernel_map, groups), groups)
 
     def input_grad_onto(
         self,
@@ -123,8 +123,8 @@ class Backend(ABC):
         other: Float[torch.Tensor, "N_in C_in"],
     ) -> Float[torch.Tensor, "N_in C_in"]:
         """input_grad + other (N_in, C_in), rounded once, to the dtype of ``grad_out``."""
-        wide = torch.promote_types(grad_out.dtype, torch.float32)
-        return self.input_grad(grad_out.to(wide), weight.to(wide), kernel_map, groups).add_(other).to(grad_out.dtype)
+        sums = self.sums(grad_out, *adjoint_of(weight, kernel_map, groups), groups)
+        return sums.add_(other).to(grad_out.dtype)
 
     @abstractmethod
     def weight_grad(
@@ -201,6 +201,14 @@ def swap_channels(weight: torch.Tensor, groups: int) -> torch.Tensor:
     """(K, a/G, b) -> (K, b/G, a): the channels of each group exchanged; of one group, a view."""
     k, a, b = weight.shape
     return weight.reshape(k, a, groups, b // groups).permute(0, 3, 2, 1).reshape(k, b // groups, a * groups)
+
+
+def adjoint_of(weight: torch.Tensor, kernel_map: KernelMap, groups: int) -> tuple[torch.Tensor, KernelMap]:
+    """The weight and the map whose convolution is the adjoint of this one's."""
+    weight = swap_channels(weight, groups)
+    if kernel_map.mirror is None:
+        return weight, kernel_map.reverse()
+    return weight[list(kernel_map.mirror)], kernel_map  # a tap's edges reversed are those of its mirror
 
 
 def with_dense_rows(x: torch.Tensor) -> torch.Tensor:

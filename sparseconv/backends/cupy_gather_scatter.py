@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparseconv.backends.base import FLOATING, Request
 from sparseconv.backends.gather_scatter import GatherScatter
@@ -15,12 +16,7 @@ from sparseconv.gpu.launch_log import listeners, tell
 
 #: widest first: the CUDA type that moves so many bytes
 CHUNKS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
-CUDA_NAMES = {
-    torch.float16: "__half",
-    torch.bfloat16: "__nv_bfloat16",
-    torch.float32: "float",
-    torch.float64: "double",
-}
+CUDA_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float", torch.float64: "double"}
 THREADS = 256
 MAX_BLOCKS = 1 << 16
 
@@ -39,7 +35,7 @@ class CupyGatherScatter(GatherScatter):
             return "CuPy is not installed: pip install cupy-cuda13x (cupy-cuda12x for CUDA 12)"
         return None
 
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def gather(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[i] = x[rows[i]]; zeros where rows[i] is negative. Rows of x may be strided; out is contiguous."""
         size = x.element_size()
         width = x.shape[1] * size
@@ -54,7 +50,7 @@ class CupyGatherScatter(GatherScatter):
             chunks,
         )
 
-    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
+    def scatter_add(self, product: Tensor, rows: Tensor, total: Tensor) -> None:
         """total[rows[i]] += product[i]; nothing where rows[i] is negative; no row occurs twice."""
         channels = product.shape[1]
         width = common_width(channels * 4, 4 * (16 // total.element_size())) // 4

@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sparseconv.backends.base import Backend, Request, not_on_cpu, swap_channels, with_dense_rows
+from sparseconv.backends.base import Backend, Request, not_on_cpu, with_dense_rows
 from sparseconv.backends.integers import Rescale
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -25,34 +27,26 @@ class GatherScatter(Backend):
     another and no row occurs twice in a tap, so nothing is added by atomics and every run gives the same bits.
     """
 
+    #: whether halves are converted to fp32 before they are multiplied
+    widens: ClassVar[bool] = False
+
     @abstractmethod
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def gather(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[i] = x[rows[i]]; rows of x are dense, out is contiguous."""
 
     @abstractmethod
-    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
+    def scatter_add(self, product: Tensor, rows: Tensor, total: Tensor) -> None:
         """total[rows[i]] += product[i]; both are contiguous, and no row occurs twice."""
 
     def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int, bias: Tensor | None = None
+    ) -> Tensor:
         return self.sums(x, weight, kernel_map, groups, bias).to(x.dtype)
 
-    def sums(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x = with_dense_rows(x)
+    @torch.no_grad()
+    def sums(self, x: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int, bias: Tensor | None = None) -> Tensor:
         c_in, c_out, wide = x.shape[1], weight.shape[2], torch.promote_types(x.dtype, torch.float32)
+        x, weight = (x.to(wide).contiguous(), weight.to(wide)) if self.widens else (with_dense_rows(x), weight)
         total = torch.zeros(kernel_map.num_out, c_out, dtype=wide, device=x.device)
         gathered = torch.empty(kernel_map.max_pairs_per_tap, c_in, dtype=x.dtype, device=x.device)
         products = torch.empty(kernel_map.max_pairs_per_tap, c_out, dtype=wide, device=x.device)
@@ -66,24 +60,10 @@ class GatherScatter(Backend):
                 self.scatter_add(products[: len(ins)], outs, total)
         return total if bias is None else total.add_(bias)
 
-    def input_grad(
-        self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
-    ) -> torch.Tensor:
-        return self.forward(grad_out, swap_channels(weight, groups), kernel_map.reverse(), groups)
-
-    def input_grad_onto(
-        self,
-        grad_out: torch.Tensor,
-        weight: torch.Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        other: torch.Tensor,
-    ) -> torch.Tensor:
-        total = self.sums(grad_out, swap_channels(weight, groups), kernel_map.reverse(), groups)
-        return total.add_(other).to(grad_out.dtype)
-
-    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
-        x, grad_out = with_dense_rows(x), with_dense_rows(grad_out)
+    @torch.no_grad()
+    def weight_grad(self, x: Tensor, grad_out: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:
+        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+        x, grad_out = [t.to(wide).contiguous() if self.widens else with_dense_rows(t) for t in (x, grad_out)]
         c_in, c_out = x.shape[1] // groups, grad_out.shape[1]
         out = torch.zeros(kernel_map.num_taps, c_in, c_out, dtype=x.dtype, device=x.device)
         left, right = (t.new_empty(kernel_map.max_pairs_per_tap, t.shape[1]) for t in (x, grad_out))
@@ -96,7 +76,7 @@ class GatherScatter(Backend):
                 out[tap] = (a * b).sum(0)
             else:
                 out[tap] = torch.bmm(_by_group(a, groups).mT, _by_group(b, groups)).transpose(0, 1).flatten(1)
-        return out
+        return out.to(dtype)
 
     def workspace_bytes(self, request: Request) -> int:
         """Rows and products of the largest tap; for halves fp32 sums, and on a CPU fp32 operands."""
@@ -110,45 +90,27 @@ class GatherScatter(Backend):
 class NumpyGatherScatter(GatherScatter):
     """On a CPU: rows are moved by NumPy, and halves are computed in fp32."""
 
-    name = "numpy_gather_scatter"
+    name, widens = "numpy_gather_scatter", True
 
     def unsupported(self, request: Request) -> str | None:
         return not_on_cpu(request)
 
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def gather(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
         np.take(x.detach().numpy(), rows.numpy(), axis=0, out=out.numpy(), mode="clip")
 
-    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
+    def scatter_add(self, product: Tensor, rows: Tensor, total: Tensor) -> None:
         total.numpy()[rows.numpy()] += product.numpy()
-
-    @torch.no_grad()
-    def sums(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return super().sums(x.to(wide).contiguous(), weight.to(wide), kernel_map, groups, bias)
-
-    @torch.no_grad()
-    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x, grad_out, dtype = x.to(wide).contiguous(), grad_out.to(wide).contiguous(), x.dtype
-        return super().weight_grad(x, grad_out, kernel_map, groups).to(dtype)
 
     def integers(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None = None,
+        bias: Tensor | None = None,
         rescale: Rescale | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """In fp64, whose integers up to 2^53 are exact: sums of int8 products stay below 2^31."""
         sums = self.sums(x.double(), weight.double(), kernel_map, groups, bias).int()
         return sums if rescale is None else rescale.apply(sums, residual)
@@ -162,7 +124,7 @@ class NumpyGatherScatter(GatherScatter):
         return super().workspace_bytes(replace(request, dtype=torch.float64)) + 8 * widened
 
 
-def _taps(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _taps(kernel_map: KernelMap) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Each live tap with its input and output rows."""
     start = 0
     for tap, count in enumerate(kernel_map.tap_counts):
@@ -171,7 +133,7 @@ def _taps(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tens
         start += count
 
 
-def _multiply(a: torch.Tensor, w: torch.Tensor, groups: int, out: torch.Tensor) -> None:
+def _multiply(a: Tensor, w: Tensor, groups: int, out: Tensor) -> None:
     """out = a @ w, group by group, in the dtype of ``out``: fp32 for halves."""
     if groups > 1 and w.shape[0] == 1 and groups == out.shape[1]:
         torch.mul(a, w, out=out)
@@ -184,6 +146,6 @@ def _multiply(a: torch.Tensor, w: torch.Tensor, groups: int, out: torch.Tensor) 
         torch.mm(a, w, out_dtype=out.dtype, out=out)
 
 
-def _by_group(rows: torch.Tensor, groups: int) -> torch.Tensor:
+def _by_group(rows: Tensor, groups: int) -> Tensor:
     """(M, G c) seen as (G, M, c)."""
     return rows.unflatten(1, (groups, rows.shape[1] // groups)).transpose(0, 1)

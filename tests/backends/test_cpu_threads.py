@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends import cpu_threads
+from sparseconv.backends.llvm_implicit_gemm import backend as engine
 
 BACKENDS = ("llvm_implicit_gemm", "numpy_gather_scatter")
 
@@ -43,11 +43,11 @@ def test_a_task_holds_its_operands_where_even_the_wait_is_interrupted(monkeypatc
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cpu_threads, "_FUNCTION", lambda function: lambda argument: release.wait(10))
-    monkeypatch.setattr(cpu_threads, "_openmp", lambda: None)
+    monkeypatch.setattr(engine, "_FUNCTION", lambda function: lambda argument: release.wait(10))
+    monkeypatch.setattr(engine, "_openmp", lambda: None)
     monkeypatch.setattr(Future, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cpu_threads.run_on_threads(0, 0, 2, held)
+        engine.run_on_threads(0, 0, 2, held)
     del held
     assert seen() is not None
     release.set()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends import cpu_threads
 from sparseconv.backends.base import Request
 from sparseconv.backends.llvm_implicit_gemm import backend as engine
 from sparseconv.backends.llvm_implicit_gemm import kernels
@@ -132,7 +131,7 @@ def test_any_number_of_threads_gives_the_same_integers(monkeypatch, threads, tea
     monkeypatch.setattr(engine, "_threads", lambda multiplications: threads)
     monkeypatch.setattr(engine, "CHUNK", 1 << 10)
     if not teams:
-        monkeypatch.setattr(cpu_threads, "_openmp", lambda: None)
+        monkeypatch.setattr(engine, "_openmp", lambda: None)
     assert_equal(*all_three(random_map(5, 400, 300, 6), 24, 40))
 
 
@@ -204,7 +203,7 @@ def test_a_forked_process_makes_its_own_threads():
     want = BACKEND.forward(x, w, kernel_map, 1)
     nothing = kernels.Operands()  # no parts: threads come and go
     address = kernels.kernel("forward", ((8,),), True, False, BACKEND.target or host())
-    cpu_threads.run_on_threads(address, ctypes.addressof(nothing), 2, nothing)
+    engine.run_on_threads(address, ctypes.addressof(nothing), 2, nothing)
 
     def child(queue):
         engine._threads = lambda multiplications: 2
@@ -255,7 +254,7 @@ def test_chunks_are_those_of_sorted_edges(rows, num_out):
     """The few edges of many rows are sorted by torch, others by a table of rows."""
     for seed in range(3):
         kernel_map = random_map(seed, 60, num_out, 5)
-        found = engine.cut(kernel_map, rows)
+        found = engine._cut(kernel_map, rows)
         order = (kernel_map.pair_taps.long() * num_out + kernel_map.out_rows).argsort()
         ins, outs = kernel_map.in_rows[order], kernel_map.out_rows[order]
         cuts = np.append(np.arange(0, num_out, rows), num_out)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sparseconv.backends.base import Backend, Request, not_on_cpu, swap_channels
-from sparseconv.backends.cpu_threads import run_on_threads
+from sparseconv.backends.base import Backend, Request, not_on_cpu
 from sparseconv.backends.gather_scatter import NumpyGatherScatter
 from sparseconv.backends.integers import Rescale
 from sparseconv.backends.llvm_implicit_gemm.kernels import (
     APART,
     Operands,
+    find_bounds,
     integer_kernel,
     kernel,
     runs,
+    sort_edges,
     together_in_rows,
     together_in_weight,
 )
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.llvm.compile import compiled, missing
-from sparseconv.llvm.function import Function
+from sparseconv.llvm.compile import missing
 from sparseconv.llvm.target import Target, host
 from sparseconv.memory import empty
 
@@ -69,13 +71,8 @@ class LlvmImplicitGemm(Backend):
 
     @torch.no_grad()
     def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int, bias: Tensor | None = None
+    ) -> Tensor:
         dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
         c_in, c_out = x.shape[1], weight.shape[2]
         y = empty((kernel_map.num_out, c_out), wide)
@@ -91,14 +88,7 @@ class LlvmImplicitGemm(Backend):
         return y.to(dtype)
 
     @torch.no_grad()
-    def input_grad(
-        self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
-    ) -> torch.Tensor:
-        edges, taps = reversed_edges(kernel_map)
-        return self.forward(grad_out, swap_channels(weight, groups)[taps], edges, groups)
-
-    @torch.no_grad()
-    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
+    def weight_grad(self, x: Tensor, grad_out: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:
         dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
         taps, c_in, c_out = kernel_map.num_taps, x.shape[1], grad_out.shape[1]
         if _is_wide(kernel_map, c_in * c_out // groups):
@@ -117,14 +107,14 @@ class LlvmImplicitGemm(Backend):
     @torch.no_grad()
     def integers(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None = None,
+        bias: Tensor | None = None,
         rescale: Rescale | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        residual: Tensor | None = None,
+    ) -> Tensor:
         c_out = weight.shape[2]
         out = empty((kernel_map.num_out, c_out), torch.int32 if rescale is None else torch.int8)
         if 0 in out.shape:
@@ -181,17 +171,15 @@ class LlvmImplicitGemm(Backend):
         ``held`` owns the memory that ``operands`` points to, and lives until the last thread is done with it.
         """
         is_double, target = dtype == torch.float64, self.target or host()
-        blocks_of = runs(operands.c_out, is_double, target)
-        for number, (_, blocks) in enumerate(blocks_of):
-            setattr(operands, f"run{number}", blocks)
+        shapes, blocks = zip(*runs(operands.c_out, is_double, target))
+        for number, count in enumerate(blocks):
+            setattr(operands, f"run{number}", count)
         taken = np.zeros(threads * APART, np.int64)
         operands.regions, operands.taken = threads, taken.ctypes.data
-        alone = len(blocks_of) == 1 and blocks_of[0][1] == 1
-        shapes = tuple(shape for shape, _ in blocks_of)
         if dtype == torch.int32:
             address = integer_kernel(kind, shapes, target)
         else:
-            address = kernel(kind, shapes, alone, is_double, target)
+            address = kernel(kind, shapes, blocks == (1,), is_double, target)
         run_on_threads(address, ctypes.addressof(operands), threads, (operands, taken, *held))
 
 
@@ -219,7 +207,7 @@ def _parts(threads: int, weight_bytes: int) -> int:
 
 
 def _operands(
-    x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, kernel_map: KernelMap, groups: int, channels: tuple[int, int]
+    x: Tensor, y: Tensor, w: Tensor, kernel_map: KernelMap, groups: int, channels: tuple[int, int]
 ) -> Operands:
     """What both kernels read of contiguous x (N_in, C_in), y (N_out, C_out) and w (K, C_in/G, C_out)."""
     c_in, c_out = channels
@@ -246,30 +234,23 @@ def _operands(
     )
 
 
-def _chunks(kernel_map: KernelMap, c_in: int, c_out: int, size: int) -> Chunks:
-    """Edges in chunks of output rows that a cache holds, of which each thread gets several."""
-    rows = max(64, CHUNK // (size * max(1, c_in + c_out)))
-    return cut(kernel_map, min(rows, max(64, -(-kernel_map.num_out // (4 * torch.get_num_threads())))))
-
-
-# ---- edges in chunks of output rows
-
-
 class Chunks(NamedTuple):
     """Rows of edges by tap and then by output row (P,) int32; rows that begin chunks (M+1,) int64; where taps' edges
     of each chunk begin (M+1, K) int64."""
 
-    ins: torch.Tensor
-    outs: torch.Tensor
-    cuts: torch.Tensor
-    bounds: torch.Tensor
+    ins: Tensor
+    outs: Tensor
+    cuts: Tensor
+    bounds: Tensor
 
 
-def cut(kernel_map: KernelMap, rows: int) -> Chunks:
-    """Chunks of ``rows`` output rows, kept with the map for the next call.
+def _chunks(kernel_map: KernelMap, c_in: int, c_out: int, size: int) -> Chunks:
+    """Edges in chunks of output rows that a cache holds, of which each thread gets several; kept with the map.
 
     Kernels read them by address, so what one thread kept no other may replace.
     """
+    most = max(64, CHUNK // (size * max(1, c_in + c_out)))
+    rows = min(most, max(64, -(-kernel_map.num_out // (4 * torch.get_num_threads()))))
     kept, key = kernel_map.prepared, (Chunks, rows)
     if key not in kept:
         kept.setdefault(key, _cut(kernel_map, rows))
@@ -278,11 +259,12 @@ def cut(kernel_map: KernelMap, rows: int) -> Chunks:
 
 
 def _cut(kernel_map: KernelMap, rows: int) -> Chunks:
-    ins, outs = kernel_map.prepared.get(Chunks, (kernel_map.in_rows, kernel_map.out_rows))
-    total, taps, ends = kernel_map.num_out, kernel_map.num_taps, kernel_map.tap_offsets
+    ins, outs, ends = kernel_map.pairs
+    ins, outs = kernel_map.prepared.get(Chunks, (ins, outs))
+    total, taps = kernel_map.num_out, kernel_map.num_taps
     cuts = torch.arange(0, total + rows, rows).clamp_(max=total)
     bounds = torch.empty(len(cuts), taps, dtype=torch.int64)
-    find, places = _find(), (ends.data_ptr(), cuts.data_ptr(), bounds.data_ptr())
+    find, places = find_bounds(), (ends.data_ptr(), cuts.data_ptr(), bounds.data_ptr())
     if not find(taps, len(cuts), *places, outs.data_ptr()):
         if taps * total > SPARSE * len(ins):
             order = (kernel_map.pair_taps.long() * total + outs).argsort()
@@ -290,82 +272,50 @@ def _cut(kernel_map: KernelMap, rows: int) -> Chunks:
         else:
             given, (ins, outs) = (ins, outs), (torch.empty_like(ins), torch.empty_like(outs))
             table = torch.zeros(total, dtype=torch.int32)
-            _sort()(taps, total, ends.data_ptr(), *(t.data_ptr() for t in (*given, table, ins, outs)))
+            sort_edges()(taps, total, *(t.data_ptr() for t in (ends, *given, table, ins, outs)))
         ins, outs = kernel_map.prepared.setdefault(Chunks, (ins, outs))
         find(taps, len(cuts), *places, outs.data_ptr())
     return Chunks(ins, outs, cuts, bounds)
 
 
-@cache
-def _find() -> Callable[..., int]:
-    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 4)(compiled(_Find, (), "find", host()))
+# ---- threads
+
+_FUNCTION, _process = ctypes.CFUNCTYPE(None, ctypes.c_void_p), os.getpid()
 
 
-@cache
-def _sort() -> Callable[..., int]:
-    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 6)(compiled(_Sort, (), "sort", host()))
+def run_on_threads(function: int, argument: int, threads: int, owner: object) -> None:
+    """Call a compiled function (its address) with a pointer on as many threads, without Python's lock.
 
-
-class _Find(Function):
-    def __init__(self) -> None:
-        super().__init__("find", numbers=2, arrays=4, returns=True)
-
-    def find(self) -> str:
-        """Where the edges of each tap and chunk begin; whether those of every tap are in order of output rows."""
-        b, one, number = self.b, self.i64(1), self.i64
-        taps, count, *arrays = self.function.args
-        ends, cuts, bounds, outs = map(self.array, arrays, (number, number, number, self.i32))
-        ordered = self.variable(one)
-        with self.count(0, taps) as tap:
-            first, last = self.read(ends, tap), self.read(ends, b.add(tap, one))
-            chunk, before = self.variable(number(0)), self.variable(number(-1))
-            with self.count(first, last) as edge:
-                row = self.read(outs, edge)
-                up = b.zext(b.icmp_signed("<=", b.load(before), row), number)
-                b.store(b.and_(b.load(ordered), up), ordered)
-                b.store(row, before)
-                with self.during(
-                    lambda: b.and_(
-                        b.icmp_signed("<", b.load(chunk), b.sub(count, one)),
-                        b.icmp_signed("<=", self.read(cuts, b.load(chunk)), row),
-                    )
-                ):
-                    self.write(bounds, b.add(b.mul(b.load(chunk), taps), tap), edge)
-                    b.store(b.add(b.load(chunk), one), chunk)
-            with self.count(b.load(chunk), count) as rest:
-                self.write(bounds, b.add(b.mul(rest, taps), tap), last)
-        return self.finished(b.load(ordered))
-
-
-class _Sort(Function):
-    def __init__(self) -> None:
-        super().__init__("sort", numbers=2, arrays=6, returns=True)
-
-    def sort(self) -> str:
-        """Edges by output row within each tap: each is put where its row is in a table, which is then read."""
-        b, one = self.b, self.i64(1)
-        taps, total, *arrays = self.function.args
-        ends, *others = map(self.array, arrays, (self.i64, *[self.i32] * 5))
-        given_ins, given_outs, table, ins, outs = others
-        with self.count(0, taps) as tap:
-            first, last = self.read(ends, tap), self.read(ends, b.add(tap, one))
-            with self.count(first, last) as edge:
-                self.write(table, self.read(given_outs, edge), b.add(self.read(given_ins, edge), one))
-            place = self.variable(first)
-            with self.count(0, total) as row:
-                held = self.read(table, row)
-                with b.if_then(b.icmp_signed("!=", held, self.i64(0))):
-                    at = b.load(place)
-                    self.write(ins, at, b.sub(held, one))
-                    self.write(outs, at, row)
-                    self.write(table, row, self.i64(0))
-                    b.store(b.add(at, one), place)
-        return self.finished(self.i64(0))
-
-
-def reversed_edges(kernel_map: KernelMap) -> tuple[KernelMap, list[int] | slice]:
-    """A map with the reversed edges, and which of this map's taps each of its own is.
-
-    The reversed edges of a tap are those of its mirror, where there is one: the chunks of the map serve twice.
+    They are torch's own threads where it uses GNU's OpenMP, as its Linux packages do: after an operation those wait
+    for the next one awake, in the way of any others. ``owner`` owns the memory behind the pointer; every thread's task
+    refers to it, so that memory that a thread still writes is never given away.
     """
-    return (kernel_map.reverse(), slice(None)) if kernel_map.mirror is None else (kernel_map, list(kernel_map.mirror))
+    call = _FUNCTION(function)
+    if threads == 1:
+        call(argument)
+    elif os.getpid() == _process and (team := _openmp()) is not None:
+        team(function, argument, threads, 0)
+    else:  # OpenMP's threads do not survive a fork
+
+        def work(_: int, owner: object = owner) -> None:
+            call(argument)
+
+        for done in [_pool(threads, os.getpid()).submit(work, number) for number in range(threads)]:
+            done.result()
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """A forked process, which inherits no threads, makes its own."""
+    return ThreadPoolExecutor(threads, "sparseconv")
+
+
+@cache
+def _openmp() -> Any:
+    """``GOMP_parallel(function, argument, threads, flags)`` of the OpenMP that this process has loaded, or None."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return found

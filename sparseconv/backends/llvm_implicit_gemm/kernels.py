@@ -14,7 +14,7 @@ the rows of a chunk while the caches hold their sums.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from itertools import groupby, pairwise
@@ -25,7 +25,7 @@ import torch
 from sparseconv.backends.integers import LARGEST, SLOPE_BITS
 from sparseconv.llvm.compile import compiled
 from sparseconv.llvm.function import Function
-from sparseconv.llvm.target import Target, binding
+from sparseconv.llvm.target import Target, binding, host
 
 APART = 8  # places from a counter of parts to the next, which another thread counts up
 RUNS = 4  # of blocks of one shape, at most
@@ -641,3 +641,73 @@ class _Integers(Loops):
         if isinstance(value, int):
             return self.ir.Constant(self.ir.VectorType(self.i64, width), [value] * width)
         return self.spread(value, width)
+
+
+# ---- edges in chunks of output rows
+
+
+@cache
+def find_bounds() -> Callable[..., int]:
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 4)(compiled(_Find, (), "find", host()))
+
+
+@cache
+def sort_edges() -> Callable[..., int]:
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 6)(compiled(_Sort, (), "sort", host()))
+
+
+class _Find(Function):
+    def __init__(self) -> None:
+        super().__init__("find", numbers=2, arrays=4, returns=True)
+
+    def find(self) -> str:
+        """Where the edges of each tap and chunk begin; whether those of every tap are in order of output rows."""
+        b, one, number = self.b, self.i64(1), self.i64
+        taps, count, *arrays = self.function.args
+        ends, cuts, bounds, outs = map(self.array, arrays, (number, number, number, self.i32))
+        ordered = self.variable(one)
+        with self.count(0, taps) as tap:
+            first, last = self.read(ends, tap), self.read(ends, b.add(tap, one))
+            chunk, before = self.variable(number(0)), self.variable(number(-1))
+            with self.count(first, last) as edge:
+                row = self.read(outs, edge)
+                up = b.zext(b.icmp_signed("<=", b.load(before), row), number)
+                b.store(b.and_(b.load(ordered), up), ordered)
+                b.store(row, before)
+                with self.during(
+                    lambda: b.and_(
+                        b.icmp_signed("<", b.load(chunk), b.sub(count, one)),
+                        b.icmp_signed("<=", self.read(cuts, b.load(chunk)), row),
+                    )
+                ):
+                    self.write(bounds, b.add(b.mul(b.load(chunk), taps), tap), edge)
+                    b.store(b.add(b.load(chunk), one), chunk)
+            with self.count(b.load(chunk), count) as rest:
+                self.write(bounds, b.add(b.mul(rest, taps), tap), last)
+        return self.finished(b.load(ordered))
+
+
+class _Sort(Function):
+    def __init__(self) -> None:
+        super().__init__("sort", numbers=2, arrays=6, returns=True)
+
+    def sort(self) -> str:
+        """Edges by output row within each tap: each is put where its row is in a table, which is then read."""
+        b, one = self.b, self.i64(1)
+        taps, total, *arrays = self.function.args
+        ends, *others = map(self.array, arrays, (self.i64, *[self.i32] * 5))
+        given_ins, given_outs, table, ins, outs = others
+        with self.count(0, taps) as tap:
+            first, last = self.read(ends, tap), self.read(ends, b.add(tap, one))
+            with self.count(first, last) as edge:
+                self.write(table, self.read(given_outs, edge), b.add(self.read(given_ins, edge), one))
+            place = self.variable(first)
+            with self.count(0, total) as row:
+                held = self.read(table, row)
+                with b.if_then(b.icmp_signed("!=", held, self.i64(0))):
+                    at = b.load(place)
+                    self.write(ins, at, b.sub(held, one))
+                    self.write(outs, at, row)
+                    self.write(table, row, self.i64(0))
+                    b.store(b.add(at, one), place)
+        return self.finished(self.i64(0))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from sparseconv.backends.base import Backend, Request, with_dense_rows
 from sparseconv.backends.float8 import FLOAT8
@@ -75,54 +76,46 @@ class TritonImplicitGemm(Backend):
         return refusal(request.device)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """y (N_out, C_out) from x (N_in, C_in), weight (K, C_in/G, C_out) and an optional bias (C_out,)."""
+        self, x: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int, bias: Tensor | None = None
+    ) -> Tensor:
         return self._conv(x, weight, kernel_map, groups, False, bias)
 
     def forward_fused(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
         epilogue: Epilogue | None,
-    ) -> torch.Tensor:
-        """epilogue(forward + residual (N_out, C_out)) on the fp32 sums, in the one store."""
+    ) -> Tensor:
         return self._conv(x, weight, kernel_map, groups, False, bias, residual, epilogue)
 
     def integers(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None = None,
+        bias: Tensor | None = None,
         rescale: Rescale | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """int32 sums, or int8 of them in the one store."""
+        residual: Tensor | None = None,
+    ) -> Tensor:
         numbers = bias if rescale is None else rescale.packed(bias)
         out = torch.int32 if rescale is None else torch.int8
         return self._conv(x, weight, kernel_map, groups, False, numbers, residual, None, out)
 
     def float8(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor,
+        bias: Tensor,
         rescale: Float8Rescale | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """fp32 sums, or e4m3 of them in the one store; on fp32 where a card has no matrix units for e4m3."""
         if x.is_cuda and card_of(x.device)[1] < (8, 9):
             return super().float8(x, weight, kernel_map, groups, bias, rescale, residual)
@@ -130,25 +123,15 @@ class TritonImplicitGemm(Backend):
         out = torch.float32 if rescale is None else FLOAT8
         return self._conv(x, weight, kernel_map, groups, False, numbers, residual, None, out)
 
-    def input_grad(
-        self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
-    ) -> torch.Tensor:
-        """dL/dx (N_in, C_in): the forward kernel over the reversed edges, with the weight transposed."""
+    def input_grad(self, grad_out: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:
         return self._conv(grad_out, weight, kernel_map, groups, True)
 
     def input_grad_onto(
-        self,
-        grad_out: torch.Tensor,
-        weight: torch.Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        other: torch.Tensor,
-    ) -> torch.Tensor:
-        """input_grad + other (N_in, C_in) on the fp32 sums, in the one store."""
+        self, grad_out: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int, other: Tensor
+    ) -> Tensor:
         return self._conv(grad_out, weight, kernel_map, groups, True, None, other)
 
-    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
-        """dL/dw (K, C_in/G, C_out): runs of each tap's pairs, summed in fp32 and added in a fixed order."""
+    def weight_grad(self, x: Tensor, grad_out: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:
         x, grad_out = with_dense_rows(x), with_dense_rows(grad_out)
         (_, c_in), (_, c_out), dtype = x.shape, grad_out.shape, x.dtype
         out = scratch(kernel_map.num_taps, c_in // groups, c_out, dtype=dtype, device=x.device)
@@ -242,16 +225,16 @@ class TritonImplicitGemm(Backend):
 
     def _conv(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         kernel_map: KernelMap,
         groups: int,
         transposed: bool,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
         epilogue: Epilogue | None = None,
         out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         x = with_dense_rows(x)
         weight = weight.contiguous() if out_dtype is None else weight  # 8 bits are copied unless they lie transposed
         bias = None if bias is None else bias.contiguous()
@@ -300,7 +283,7 @@ class TritonImplicitGemm(Backend):
     def _bind(
         self,
         key: tuple[object, ...],
-        tensors: tuple[torch.Tensor, ...],
+        tensors: tuple[Tensor, ...],
         kernel_map: KernelMap,
         channels: tuple[int, int, int],
         kind: tuple[bool, bool],
@@ -330,7 +313,7 @@ class TritonImplicitGemm(Backend):
         return step
 
 
-def _chosen(candidates: Sequence[Any], step_of: Callable[[Any], Any], tensors: tuple[torch.Tensor, ...]) -> Any:
+def _chosen(candidates: Sequence[Any], step_of: Callable[[Any], Any], tensors: tuple[Tensor, ...]) -> Any:
     """The first candidate that this Triton compiles for this GPU; where they are timed, the fastest that it does."""
     from triton.testing import do_bench  # Triton is loaded where it is used
 
