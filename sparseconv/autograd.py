@@ -123,28 +123,24 @@ def _call(function: type[_Operator], *args: Any) -> torch.Tensor:
     tensors, edges = args[:count], args[count]
     if isinstance(edges, KernelMap):
         if is_plain(*tensors) and not functional():
-            return without_casts(tensors[0], _run, function, *args) if any_autocast() else _run(function, *args)
+            return without_casts(tensors[0], _run, function, function.kernel, *args)
         if transforms.present():  # which see through autograd functions only
             return function.apply(*tensors, edges, args[count + 1 :])
         args = (*tensors, edges_tensor(edges), *args[count + 1 :])
     return getattr(torch.ops.sparseconv, function.name)(*args)
 
 
-def _run(function: type[_Operator], *args: Any) -> torch.Tensor:
-    if torch.is_grad_enabled():
-        for t in args[: function.num_tensors]:
-            if t is not None and t.requires_grad:
-                return _apply(function.eager, function.num_tensors, *args)
-    return function.kernel(*args)
-
-
-def _apply(function: type[torch.autograd.Function], count: int, *args: Any) -> torch.Tensor:
-    """``function.apply`` without its look for functional transforms, which takes 2 us: what one that is over has
-    wrapped is unwrapped here."""
+def _run(function: type[_Operator], kernel: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """What a kernel of an operator returns, as a node of autograd's graph where a gradient is wanted."""
+    count = function.num_tensors
+    tensors, node = args[:count], function.eager
+    if not torch.is_grad_enabled() or not any([t is not None and t.requires_grad for t in tensors]):
+        return kernel(*args)
     if unwrap_dead is None:
-        return function.apply(*args[: count + 1], args[count + 1 :])
-    tensors = [t if t is None else unwrap_dead(t) for t in args[:count]]
-    return super(torch.autograd.Function, function).apply(*tensors, args[count], args[count + 1 :])  # type: ignore[misc]
+        return node.apply(*tensors, args[count], args[count + 1 :])
+    # without the look of ``apply`` for functional transforms, which takes 2 us: what an ended one wrapped is unwrapped
+    tensors = tuple([t if t is None else unwrap_dead(t) for t in tensors])
+    return super(torch.autograd.Function, node).apply(*tensors, args[count], args[count + 1 :])  # type: ignore[misc]
 
 
 # ---- derivatives
@@ -186,7 +182,7 @@ class _Operator(torch.autograd.Function):
             ctx.edges.list_pairs()
 
     @classmethod
-    def run(cls, ctx: Any, inputs: tuple) -> torch.Tensor:
+    def run(cls, ctx: Any, *inputs: Any) -> torch.Tensor:
         """`forward` and `setup_context` in one, for eager calls and the dispatcher's."""
         cls.keep(ctx, inputs)
         if isinstance(inputs[-2], KernelMap):
@@ -249,19 +245,11 @@ class _WeightGradient(_Operator):
 
 
 class _EagerConvolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:  # type: ignore[override]
-        return _Convolution.run(ctx, args)
-
-    backward = _Convolution.backward
+    forward, backward = staticmethod(_Convolution.run), staticmethod(_Convolution.backward)
 
 
 class _EagerWeightGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:  # type: ignore[override]
-        return _WeightGradient.run(ctx, args)
-
-    backward = _WeightGradient.backward
+    forward, backward = staticmethod(_WeightGradient.run), staticmethod(_WeightGradient.backward)
 
 
 def both_gradients(
@@ -394,15 +382,6 @@ def _below(function: type[_Operator], *args: Any) -> Any:
         return getattr(torch.ops.sparseconv, function.name)(*args[:count], edges, *args[count + 1 :])
 
 
-def _with_derivative(function: type[_Operator], *args: Any) -> torch.Tensor:
-    """What the dispatcher runs under its key ``Autograd``. A compiled graph has its own derivative and asks for none
-    here: that of `torch.library.register_autograd` would cost a second pass through the dispatcher, some 12 us."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[: function.num_tensors]):
-        return _apply(function.eager, function.num_tensors, *args)
-    found: torch.Tensor = _below(function, *args)
-    return found
-
-
 def _without_autocast(name: str, kind: str, *args: Any) -> Any:
     """Operands are cast already, and products stay as they are."""
     with torch.autocast(kind, enabled=False):
@@ -413,7 +392,9 @@ _Convolution.checked, _Convolution.eager = staticmethod(checked_convolution), _E
 _WeightGradient.checked, _WeightGradient.eager = staticmethod(checked_weight_gradient), _EagerWeightGradient
 _OPERATORS: Sequence[type[_Operator]] = (_Convolution, _WeightGradient)
 for _function in _OPERATORS:
-    library.impl(_function.name, partial(_with_derivative, _function), "Autograd")
+    # a compiled graph has its own derivative and asks for none here: that of `torch.library.register_autograd` would
+    # cost a second pass through the dispatcher, some 12 us
+    library.impl(_function.name, partial(_run, _function, partial(_below, _function)), "Autograd")
     for _kind in ("CPU", "CUDA"):
         library.impl(_function.name, _function.checked, _kind)
         library.impl(_function.name, partial(_without_autocast, _function.name, _kind.lower()), f"Autocast{_kind}")
