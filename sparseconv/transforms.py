@@ -143,8 +143,8 @@ def _outside(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """A function that torch.compile calls and never looks into, with a break in its graph.
 
-    What builds plans must not be traced: a map's number is drawn from a counter, which a trace takes for a constant,
-    and the next scene would ask for a map that is gone. torch._dynamo, half a second to import, is there by then.
+    What builds plans must not be traced: a trace would keep the kernel map of its first scene as a constant.
+    torch._dynamo, half a second to import, is loaded by then.
     """
 
     @wraps(function)

@@ -23,6 +23,7 @@ from sparseconv.geometry.arguments import (
     checked_coords,
     checked_device,
     items_of,
+    no_grid,
     numbers,
     own,
 )
@@ -94,7 +95,7 @@ class VoxelGrid(Movable):
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
-        table = self._table_on_gpu(given)
+        table = self._table_on_gpu(given) if given.is_cuda else None
         low, high = bounds(coords) if table is None else _on_gpu().read_table(table)
         if high and max(high) == INT32.max:
             check_indices(low, high)
@@ -131,7 +132,7 @@ class VoxelGrid(Movable):
 
     @cached_property
     def _space(self) -> KeySpace:
-        return KeySpace.covering(IndexRange((0, *self.extent.start), (self.batch_size, *self.extent.end)))
+        return KeySpace(IndexRange((0, *self.extent.start), (self.batch_size, *self.extent.end)))
 
     @cached_property
     def sizes(self) -> ExampleSizes[VoxelGrid]:
@@ -142,14 +143,13 @@ class VoxelGrid(Movable):
     def cells(self) -> CoordinateTable:
         """The table of the rows that a grid on a GPU keeps."""
         if self._cells is None:
-            self._cells = _table_of(self.coords)
+            self._cells = _on_gpu().build_table(self.coords)
         return self._cells
 
     def _table_on_gpu(self, given: torch.Tensor) -> CoordinateTable | None:
-        """A table of a GPU's rows, on its way, whose launch copies them; None for no rows, and elsewhere."""
-        if given.is_cuda:
-            check_card(given.device)
-        if not given.is_cuda or given.shape[0] == 0:
+        """A table of a GPU's rows, on its way, whose launch copies them; None for no rows."""
+        check_card(given.device)
+        if given.shape[0] == 0:
             return None
         self._cells = _on_gpu().build_table(given, copy=self.coords)
         return self._cells
@@ -188,7 +188,7 @@ class VoxelGrid(Movable):
         return self.coords.shape[0]
 
     def __len__(self) -> int:
-        return self.num_voxels
+        return self.coords.shape[0]
 
     @property
     def rank(self) -> int:
@@ -325,7 +325,7 @@ class VoxelGrid(Movable):
         return made
 
     def _check_same_space(self, other: VoxelGrid, batch: bool = True) -> None:
-        check_kind("other", other, VoxelGrid, "pass VoxelGrid(coords), or the grid of a SparseTensor, x.grid")
+        check_grid("other", other)
         check_same_space(self, other, batch)
 
     # ---- dense arrays
@@ -385,6 +385,12 @@ class VoxelGrid(Movable):
         return html(self.coords, self.voxel_size, repr(self))
 
 
+def check_grid(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a grid, and say how to come by one."""
+    if not isinstance(value, VoxelGrid):
+        check_kind(name, value, VoxelGrid, no_grid(value))
+
+
 @transforms.constant
 def in_trace(grid: Any) -> Any:
     """A grid as operators know it while torch traces: what stands for one that was made before; else itself."""
@@ -395,10 +401,6 @@ def in_trace(grid: Any) -> Any:
 def left_trace(place: Any) -> bool:
     """Whether this is a grid that a compiled program returned: it records nothing any more."""
     return VoxelGrid.traced_type is not None and isinstance(place, VoxelGrid.traced_type) and not tracing()
-
-
-def _table_of(coords: torch.Tensor) -> CoordinateTable:
-    return _on_gpu().build_table(coords)
 
 
 @cache

@@ -14,14 +14,14 @@ from sparseconv.autograd import Edges, convolution, edges_tensor
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import check_backend, choose
 from sparseconv.device_mixin import Movable
-from sparseconv.geometry.arguments import check_box, no_batch, no_grid, rows_of_points
+from sparseconv.geometry.arguments import check_box, no_batch, rows_of_points
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits, inside
-from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.grid import VoxelGrid, check_grid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
-from sparseconv.kinds import as_device, check_count, check_kind, check_tensor, shortened
+from sparseconv.kinds import as_device, check_count, check_tensor, shortened
 from sparseconv.plan.explain import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.weights import PackedWeights, by_tap, pack, packed, packed_as, unpacked
@@ -326,7 +326,7 @@ class ConvolutionPlan(Movable):
         transforms.check_not_recorded()
         given = unpacked(weight, self.kernel_size, self.window.offsets, self.groups, x)
         check_places(self.kernel_map.device, x, given, bias, residual)
-        taps = by_tap(given, self.kernel_size, self.num_taps)
+        taps = by_tap(given, self.kernel_size, self.kernel_map.num_taps)
         if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
             x, taps, bias, residual = autocast(x, taps, bias, residual)
         taps = packed(taps)
@@ -420,7 +420,7 @@ def checked_window(
     deterministic: bool | None = None,
 ) -> tuple[Window, Boundary]:
     """What both constructors take, checked: the window and the boundary."""
-    check_kind("source", source, VoxelGrid, no_grid(source))
+    check_grid("source", source)
     if type(kernel_size) is not int and isinstance(kernel_size, Sequence) and len(kernel_size) == source.rank + 1:
         raise ValueError(f"kernel_size {kernel_size} has an axis more than {source}: {no_batch(source.rank)}")
     check_count("groups", groups, 1)
