@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.device_mixin import Movable
-from sparseconv.geometry.arguments import SEVERAL, check_same_space, check_scenes, no_grid, rows_of_points
+from sparseconv.geometry.arguments import SEVERAL, check_integers, check_same_space, no_grid, rows_of_points
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid, in_trace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
-from sparseconv.kinds import as_device, attribute_error, check_kind, check_tensor
+from sparseconv.kinds import as_device, check_kind, check_tensor, described, warn
+from sparseconv.other_names import attribute_error
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, method_advice, name_of
 from sparseconv.torch_private import collators, register_tree, tracing
 
@@ -79,7 +80,7 @@ class SparseTensor(Movable):
         tensor([[0, 0, 1],
                 [1, 5, 5]], dtype=torch.int32)
         """
-        check_scenes(coords, features)
+        _check_scenes(coords, features)
         wide = [c.long() if c.dtype.itemsize < 4 else c for c in coords]  # 8 bits number no more than 127 scenes
         items = [torch.cat([torch.full_like(c[:, :1], b), c], 1) for b, c in enumerate(wide)]
         return cls(VoxelGrid(torch.cat(items), len(items), voxel_size, origin), torch.cat(list(features)))
@@ -354,3 +355,39 @@ def _with_leaf(leaves: Sequence[Any], grid: VoxelGrid) -> SparseTensor:
 
 register_tree(SparseTensor, lambda x: ([x.features], x.grid), _with_leaf)
 collators.update({SparseTensor: _joined, VoxelGrid: _joined_grids})
+
+
+def _check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> None:
+    """Raise unless these are voxels (N_b, D) and features (N_b, C) of scenes; warn of a batch column among the axes."""
+    for name, items, columns in (("coords", coords, "D"), ("features", features, "C")):
+        check_kind(name, items, (list, tuple), "pass a list of tensors, one a scene")
+        for number, item in enumerate(items):
+            if hasattr(item, "grid"):
+                raise TypeError(
+                    f"{name}[{number}] is {described(item)}: torch.utils.data.default_collate(scenes) makes one of them"
+                )
+            check_tensor(f"{name}[{number}]", item)
+            if name == "coords":
+                check_integers(f"{name}[{number}]", item)
+            if item.ndim != 2:
+                raise ValueError(f"{name}[{number}] must be (N, {columns}), got shape {tuple(item.shape)}")
+    if len(coords) != len(features) or not coords:
+        raise ValueError(f"need as many coords as features, at least one; got {len(coords)} and {len(features)}")
+    rank, channels = coords[0].shape[1], features[0].shape[1]
+    for number, (voxels, rows) in enumerate(zip(coords, features)):
+        if len(voxels) != len(rows):
+            raise ValueError(f"item {number} has {len(voxels)} voxels, but {len(rows)} rows of features")
+        if voxels.shape[1] != rank:
+            raise ValueError(f"coords[{number}] has {voxels.shape[1]} axes, coords[0] has {rank}")
+        if rows.shape[1] != channels:
+            raise ValueError(f"features[{number}] has {rows.shape[1]} channels, features[0] has {channels}")
+    advice = "from_list numbers the items itself: where the first column is the batch, pass [c[:, 1:] for c in coords]"
+    if rank > 4:
+        raise ValueError(f"coords must have 1 to 4 axes; got {rank}. {advice}")
+    if rank == 4 and any(map(len, coords)) and all(_is_item(c[:, 0], b) for b, c in enumerate(coords)):
+        warn(f"coords of 4 columns become voxels in 4 axes. {advice}")
+
+
+def _is_item(column: torch.Tensor, number: int) -> bool:
+    """Whether a column holds 0 alone, or the number of its scene alone."""
+    return bool((column == 0).all() or (column == number).all())

@@ -22,6 +22,7 @@ FLOORS = {
     "autograd_function": 0,
     "transforms": 0,
     "kinds": 0,
+    "other_names": 0,
     "device_mixin": 0,
     "row_functions": 1,
     "products": 1,

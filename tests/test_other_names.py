@@ -13,7 +13,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.kinds import ARGUMENTS, ATTRIBUTES, MODULES
+from sparseconv.other_names import ARGUMENTS, ATTRIBUTES, MODULES
 
 GRID = sc.VoxelGrid(torch.tensor([[0, 1, 2], [0, 1, 3]]))
 TENSOR = sc.SparseTensor(GRID, torch.zeros(2, 3))

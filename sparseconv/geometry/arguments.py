@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.ranges import IndexRange, Ints
-from sparseconv.kinds import as_device, check_kind, check_tensor, check_values, described, warn
+from sparseconv.kinds import as_device, check_values, warn
 
 INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
@@ -206,42 +206,6 @@ def checked_device(device: torch.device | str) -> torch.device:
 def row(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Integers as a row that coords on a device are compared or moved with, int64."""
     return torch.tensor(values, dtype=torch.int64, device=like.device)
-
-
-def check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> None:
-    """Raise unless these are voxels (N_b, D) and features (N_b, C) of scenes; warn of a batch column among the axes."""
-    for name, items, columns in (("coords", coords, "D"), ("features", features, "C")):
-        check_kind(name, items, (list, tuple), "pass a list of tensors, one a scene")
-        for number, item in enumerate(items):
-            if hasattr(item, "grid"):
-                raise TypeError(
-                    f"{name}[{number}] is {described(item)}: torch.utils.data.default_collate(scenes) makes one of them"
-                )
-            check_tensor(f"{name}[{number}]", item)
-            if name == "coords":
-                check_integers(f"{name}[{number}]", item)
-            if item.ndim != 2:
-                raise ValueError(f"{name}[{number}] must be (N, {columns}), got shape {tuple(item.shape)}")
-    if len(coords) != len(features) or not coords:
-        raise ValueError(f"need as many coords as features, at least one; got {len(coords)} and {len(features)}")
-    rank, channels = coords[0].shape[1], features[0].shape[1]
-    for number, (voxels, rows) in enumerate(zip(coords, features)):
-        if len(voxels) != len(rows):
-            raise ValueError(f"item {number} has {len(voxels)} voxels, but {len(rows)} rows of features")
-        if voxels.shape[1] != rank:
-            raise ValueError(f"coords[{number}] has {voxels.shape[1]} axes, coords[0] has {rank}")
-        if rows.shape[1] != channels:
-            raise ValueError(f"features[{number}] has {rows.shape[1]} channels, features[0] has {channels}")
-    advice = "from_list numbers the items itself: where the first column is the batch, pass [c[:, 1:] for c in coords]"
-    if rank > 4:
-        raise ValueError(f"coords must have 1 to 4 axes; got {rank}. {advice}")
-    if rank == 4 and any(map(len, coords)) and all(_is_item(c[:, 0], b) for b, c in enumerate(coords)):
-        warn(f"coords of 4 columns become voxels in 4 axes. {advice}")
-
-
-def _is_item(column: torch.Tensor, number: int) -> bool:
-    """Whether a column holds 0 alone, or the number of its scene alone."""
-    return bool((column == 0).all() or (column == number).all())
 
 
 def check_several(grids: Any) -> None:

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sparseconv.kinds import module_error
 from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.attention.serialized import RelativePositionBias, SerializedAttention
 from sparseconv.nn.attention.windowed import WindowAttention
@@ -58,6 +57,7 @@ from sparseconv.nn.pooling import (
     Unpool,
 )
 from sparseconv.nn.synchronized import SyncBatchNorm
+from sparseconv.other_names import module_error
 
 __all__ = [
     "ELU",

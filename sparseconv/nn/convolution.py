@@ -10,9 +10,10 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.kinds import check_count, constructor
+from sparseconv.kinds import check_count
 from sparseconv.nn.geometry import Axes, LayerGeometry, checked_target, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
+from sparseconv.other_names import constructor
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
