@@ -408,8 +408,9 @@ def _from_dense(grid: torch.Tensor, dense: torch.Tensor, rows: int, start: list[
     """The cells of dense (B, C, *shape) at a grid's voxels, (N, C): the adjoint of to_dense."""
     coords = held_by(grid, VoxelGrid).coords.long()
     live = coords[:, :1] >= 0
-    cells = torch.where(live, coords - coords.new_tensor([0, *start]), 0)
-    return torch.where(live, dense.movedim(1, -1)[tuple(cells.unbind(1))], 0)
+    items, *axes = torch.where(live, coords, 0).unbind(1)
+    cells = items, *(torch.where(live[:, 0], axis - first, 0) for axis, first in zip(axes, start))
+    return torch.where(live, dense.movedim(1, -1)[cells], 0)
 
 
 @implement("max_pick")

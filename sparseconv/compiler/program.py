@@ -278,14 +278,13 @@ class Region:
         return None
 
     def run(self, run: _Run) -> None:
-        if not self.on_gpu:
-            self.body(run)
-            return
-        if self.replay is None:
+        if self.on_gpu and self.replay is None and run.program.broken is None:
             self._capture(run)
-        assert self.replay is not None
-        self.replay()
-        run.env.update(self.values)
+        if self.replay is None:
+            self.body(run)
+        else:
+            self.replay()
+            run.env.update(self.values)
 
     def _capture(self, run: _Run) -> None:
         """Capture the segment. Lists that it makes of maps from an earlier region are made anew in each of its runs:
@@ -306,8 +305,10 @@ class Region:
             with torch.no_grad():
                 self.replay, self.values = graphs.graph_of(body, run.device(), TRIES, WORTH)
         except RuntimeError as error:
+            # this call still runs over the arrays, since its gradients may read them; later ones do not
             run.program.broken = f"it cannot be captured: {str(error).splitlines()[0]}"
-            raise DoesNotFit(run.program.broken) from error
+            _put_back(before)
+            return
         for node in self.segment:
             if node not in self.values:
                 run.env.pop(node, None)
