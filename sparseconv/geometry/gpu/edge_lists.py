@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -403,61 +403,27 @@ class FoundEdges:
 
 @dataclass(frozen=True, eq=False)
 class ReversedEdges:
-    """Found edges with input and output exchanged: an `EdgeSource` too."""
+    """Found edges with input and output exchanged: an `EdgeSource` too, in all else the found one."""
 
     found: FoundEdges
 
-    @property
-    def device(self) -> torch.device:
-        return self.found.device
-
-    @property
-    def padded(self) -> bool:
-        """Whether more pairs are written than there are edges."""
-        return self.found.padded
-
-    @property
-    def moment(self) -> StreamEvent | None:
-        """When the search was launched, in a run whose maps have streams of their own."""
-        return self.found.moment
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.found, name)
 
     @property
     def neighbors(self) -> torch.Tensor:
         """(K, N_in) int32, -1 where there is none; the table of the found edges is not kept."""
         return reverse_neighbors(self.found.look_up(), self.found.num_in)
 
-    @property
-    def is_halved(self) -> bool:
-        """As of the found edges."""
-        return self.found.is_halved
-
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output rows of the found edges, their input rows, and the tap_offsets."""
         in_rows, out_rows, offsets = self.found.pairs()
         return out_rows, in_rows, offsets
 
-    def table_of(
-        self, in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor, num_out: int
-    ) -> torch.Tensor:
-        """As of the found edges."""
-        return table_of_pairs(in_rows, out_rows, offsets, num_out)
-
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same of `FoundEdges.half_pairs`."""
         in_rows, out_rows, offsets = self.found.half_pairs()
         return out_rows, in_rows, offsets
-
-    def offsets(self) -> torch.Tensor:
-        """tap_offsets; writes no edges down."""
-        return self.found.offsets()
-
-    def counts(self) -> tuple[int, ...]:
-        """The edges of each tap, on the host."""
-        return self.found.counts()
-
-    def total(self) -> int:
-        """The number of edges."""
-        return self.found.total()
 
     def reversed(self) -> FoundEdges:
         """The found edges."""
