@@ -190,9 +190,7 @@ class Region:
             elif (
                 node in run.padded
                 or node in graph.handles
-                or isinstance(found, torch.nn.Parameter)
-                or node in graph.static
-                or not found.is_cuda
+                or ((isinstance(found, torch.nn.Parameter) or node in graph.static) and found.is_cuda == run.on_gpu)
             ):
                 if node in graph.handles:
                     self.handles.append(node)
@@ -203,7 +201,7 @@ class Region:
                     self.addresses.append(found.data_ptr())
                     recording.read_in_place.add(node.name)
             else:
-                self.copied.append((node, found.detach().clone()))
+                self.copied.append((node, found.detach().to(run.device(), copy=True)))
         #: the number of this replay, and live rows that the caller's tensors say; on a GPU, from pinned memory
         device = run.device()
         self.names = own
@@ -400,6 +398,7 @@ class Pass:
 
     def _stages(self) -> dict[Node, int]:
         stage: dict[Node, int] = {}
+        on_gpu = any(isinstance(value(n), torch.Tensor) and value(n).is_cuda for n in self.inputs)
         for node in self.nodes:
             least = max((stage[n] for n in node.all_input_nodes), default=0)
             if node.op == "placeholder":
@@ -410,6 +409,8 @@ class Pass:
                 stage[node] = 0
             elif _is_symbolic(node) or node.target is operator.getitem:  # of several results, where they are
                 stage[node] = least
+            elif on_gpu and self._is_on_cpu(node):  # what a graph reads there would be part of it
+                stage[node] = least + least % 2
             elif "unknown" in node.meta:
                 stage[node] = least + least % 2
                 if not _writes(node):
@@ -417,6 +418,15 @@ class Pass:
             else:
                 stage[node] = least + 1 - least % 2
         return stage
+
+    def _is_on_cpu(self, node: Node) -> bool:
+        v = value(node)
+        made = v if isinstance(v, (tuple, list)) else [v]
+        return (
+            not is_own(node)
+            and node not in self.handles
+            and any(isinstance(t, torch.Tensor) and not t.is_cuda for t in made)
+        )
 
     def _segments(self) -> list[list[Node]]:
         count = max(self.stage.values()) + 1
@@ -429,6 +439,9 @@ class Pass:
     def _why_not(self) -> str | None:
         if not any(self.is_captured):
             return "there is no sparse operation to capture"
+        for node in self.nodes:
+            if is_own(node, "grid") and symbol(value(node.args[0]).shape[0]) is None:
+                return f"it was traced for scenes of {value(node.args[0]).shape[0]} voxels alone"  # torch's own 0 and 1
         for segment, captured in zip(self.segments, self.is_captured):
             inside = set(segment)
             for node in segment if captured else ():
