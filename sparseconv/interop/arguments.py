@@ -1,7 +1,8 @@
-"""What other libraries' layers are given: whole numbers for every axis, and coordinates that fit in 32 bits."""
+"""Arguments of other libraries' layers: sizes for every axis, coordinates in 32 bits, classes made of one another."""
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence, Set
 from enum import Enum
@@ -72,7 +73,7 @@ def axes(value: Any, rank: int, name: str, minimum: int | None = None) -> list[i
     return whole(value if several else [value] * rank, name, minimum)
 
 
-def settled(values: Sequence[int]) -> tuple[int, ...]:
+def settled(values: Sequence[Any]) -> tuple[int, ...]:
     """Numbers of a layer. While torch traces they are constants of the program, and other ones are for another."""
     return tuple([operator.index(n) for n in values]) if tracing() else tuple(values)
 
@@ -125,3 +126,47 @@ def check_algorithm(value: Any) -> None:
     """Raise TypeError unless ``value`` names an algorithm of the other library, by one of its enumerations."""
     if value is not None:
         check_kind("algo", value, Enum, "leave it out, or pass a ConvAlgo: sparseconv chooses by itself")
+
+
+def met(kept: Any, traced: Any) -> Any:
+    """The maps that a tensor keeps: those of the trace, a ``traced``, while torch traces, and ordinary ones else.
+
+    ``traced.of`` makes one that stands for ordinary maps, ``left`` the ordinary maps of one whose program has run.
+    """
+    is_traced = isinstance(kept, traced)
+    if not tracing():
+        return kept.left() if is_traced else kept
+    if is_traced and kept.ordinary is None:
+        return kept
+    return traced.of(kept.ordinary if is_traced else kept)
+
+
+#: the default of an argument that must be given
+REQUIRED = inspect.Parameter.empty
+
+
+def specialized(
+    base: type, name: str, does: str, arguments: str, defaults: Mapping[str, Any] | None = None, **fixed: Any
+) -> Any:
+    """The class ``name``: ``base`` with the arguments in ``fixed`` given.
+
+    Args:
+        does: its docstring.
+        arguments: what it takes, in the other library's order; those of ``base`` that are by name alone come last.
+        defaults: where they differ from those of ``base``, `REQUIRED` for none.
+    """
+    own, *known = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+    by_name = {p.name: p.replace(default=(defaults or {}).get(p.name, p.default)) for p in known}
+    by_name_alone = [p for p in known if p.kind is p.KEYWORD_ONLY]
+    signature = inspect.Signature([own, *(by_name[argument] for argument in arguments.split()), *by_name_alone])
+
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **named)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}; it takes {inspect.signature(type(self))}") from None
+        given.apply_defaults()
+        base.__init__(**given.arguments, **fixed)  # type: ignore[misc]
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return type(name, (base,), {"__init__": __init__, "__doc__": does, "__module__": base.__module__})

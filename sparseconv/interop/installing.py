@@ -33,11 +33,11 @@ class Names:
         for name in sorted(modules, key=lambda name: name.count(".")):
             resolve(f"{package.__name__}.{name}", modules[name])
 
-    def install(self, force: bool) -> None:
-        """Make the names resolve to the modules.
+    def install(self, *, force: bool = False) -> None:
+        """Make ``import`` of the other library's names give these modules, in this process.
 
         Raises:
-            RuntimeError: the real library is imported already, and ``force`` does not ask to hide it.
+            RuntimeError: the real library is imported already; ``force=True`` hides it until `uninstall`.
         """
         name, ours = next(iter(self._modules.items()))
         present = sys.modules.get(name)
@@ -52,7 +52,7 @@ class Names:
         sys.modules.update(self._modules)
 
     def uninstall(self) -> None:
-        """Take the names away, and give a library that they replaced its own back."""
+        """Undo `install`: take the names away, and give a library that they replaced its own back."""
         for name, module in self._modules.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]

@@ -38,35 +38,8 @@ _NAMES = Names(
 )
 
 
-def install(*, force: bool = False) -> None:
-    """Make ``import flex_gemm`` and its submodules resolve to this package in this process.
-
-    Args:
-        force: hide the real flex_gemm until `uninstall`, where it is imported already.
-
-    Raises:
-        RuntimeError: the real flex_gemm is imported already.
-
-    >>> install(force=True)
-    >>> import flex_gemm.ops.spconv
-    >>> flex_gemm.ops.spconv.sparse_submanifold_conv3d.__module__
-    'sparseconv.interop.flex_gemm.ops.spconv'
-    >>> uninstall()
-    """
-    _NAMES.install(force)
-
-
-def uninstall() -> None:
-    """Undo `install`: take its names away, and give a library that they replaced its own back."""
-    _NAMES.uninstall()
-
+install, uninstall = _NAMES.install, _NAMES.uninstall
 
 __all__ = [
-    "AUTOSAVE_AUTOTUNE_CACHE",
-    "AUTOTUNE_CACHE_PATH",
-    "USE_AUTOTUNE_CACHE",
-    "install",
-    "ops",
-    "uninstall",
-    "utils",
-]
+    "AUTOSAVE_AUTOTUNE_CACHE", "AUTOTUNE_CACHE_PATH", "USE_AUTOTUNE_CACHE", "install", "ops", "uninstall", "utils",
+]  # fmt: skip

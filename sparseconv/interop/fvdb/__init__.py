@@ -10,18 +10,11 @@ from __future__ import annotations
 
 import sys
 
-from sparseconv.interop.fvdb import convolution_plan, enums, grid_batch, jagged_tensor, nn
+from sparseconv.interop.fvdb import convolution_plan, grid_batch, jagged_tensor, nn
 from sparseconv.interop.fvdb.convolution_plan import (
-    ConvolutionCoverageReport,
-    ConvolutionCoverageWarning,
-    ConvolutionPlan,
-    ConvolutionTransformCompatibility,
-)
-from sparseconv.interop.fvdb.enums import (
-    ConvolutionPhasePolicy,
-    ConvolutionTopologyPolicy,
-    ConvolutionTopologyProvenance,
-)
+    ConvolutionCoverageReport, ConvolutionCoverageWarning, ConvolutionPhasePolicy, ConvolutionPlan,
+    ConvolutionTopologyPolicy, ConvolutionTopologyProvenance, ConvolutionTransformCompatibility
+)  # fmt: skip
 from sparseconv.interop.fvdb.grid_batch import GridBatch
 from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
 from sparseconv.interop.installing import Names, moved
@@ -31,7 +24,7 @@ _NAMES = Names(
     sys.modules[__name__],
     {
         "convolution_plan": convolution_plan,
-        "enums": enums,
+        "enums": convolution_plan,
         "grid_batch": grid_batch,
         "jagged_tensor": jagged_tensor,
         "nn": nn,
@@ -52,40 +45,10 @@ __getattr__ = moved(
 )
 
 
-def install(*, force: bool = False) -> None:
-    """Make ``import fvdb`` and its submodules resolve to this package in this process.
-
-    Args:
-        force: hide the real fvdb until `uninstall`, where it is imported already.
-
-    Raises:
-        RuntimeError: the real fvdb is imported already.
-
-    >>> install(force=True)
-    >>> from fvdb import ConvolutionPlan
-    >>> ConvolutionPlan.__module__
-    'sparseconv.interop.fvdb.convolution_plan'
-    >>> uninstall()
-    """
-    _NAMES.install(force)
-
-
-def uninstall() -> None:
-    """Undo `install`: take its names away, and give a library that they replaced its own back."""
-    _NAMES.uninstall()
-
+install, uninstall = _NAMES.install, _NAMES.uninstall
 
 __all__ = [
-    "ConvolutionCoverageReport",
-    "ConvolutionCoverageWarning",
-    "ConvolutionPhasePolicy",
-    "ConvolutionPlan",
-    "ConvolutionTopologyPolicy",
-    "ConvolutionTopologyProvenance",
-    "ConvolutionTransformCompatibility",
-    "GridBatch",
-    "JaggedTensor",
-    "install",
-    "nn",
-    "uninstall",
-]
+    "ConvolutionCoverageReport", "ConvolutionCoverageWarning", "ConvolutionPhasePolicy", "ConvolutionPlan",
+    "ConvolutionTopologyPolicy", "ConvolutionTopologyProvenance", "ConvolutionTransformCompatibility", "GridBatch",
+    "JaggedTensor", "install", "nn", "uninstall",
+]  # fmt: skip

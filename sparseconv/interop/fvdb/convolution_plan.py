@@ -1,40 +1,186 @@
-"""Plans with fVDB's names: fine = stride * coarse + tap - floor((kernel_size - 1) / 2)."""
+"""How a plan came by its edges."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
-from sparseconv.interop.fvdb.coverage import (
-    _WARNED_INCOMPLETE_COVERAGE_GEOMETRIES,
-    ConvolutionCoverageReport,
-    ConvolutionCoverageWarning,
-    Coverage,
-    warn_of_gaps,
-)
-from sparseconv.interop.fvdb.enums import (
-    ConvolutionPhasePolicy,
-    ConvolutionTopologyPolicy,
-    ConvolutionTopologyProvenance,
-)
 from sparseconv.interop.fvdb.grid_batch import GridBatch, steps
 from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
-from sparseconv.interop.fvdb.lattices import ConvolutionGeometry, ConvolutionTransformCompatibility, compatibility
 from sparseconv.kinds import check_count, check_kind, check_values
 from sparseconv.plan.convolution import ConvolutionPlan as Plan
 
-__all__ = [
-    "_WARNED_INCOMPLETE_COVERAGE_GEOMETRIES",
-    "ConvolutionCoverageReport",
-    "ConvolutionCoverageWarning",
-    "ConvolutionPlan",
-    "ConvolutionTransformCompatibility",
-]
+
+class ConvolutionTopologyPolicy(str, Enum):
+    """Which outputs a plan has: all that see an input, or those of a given grid."""
+
+    COMPLETE = "complete"
+    RESTRICTED = "restricted"
+
+
+class ConvolutionTopologyProvenance(str, Enum):
+    """Where the outputs of a plan are from."""
+
+    GENERATED = "generated"
+    EXPLICIT_TARGET = "explicit_target"
+    EXACT_TRANSPOSE = "exact_transpose"
+
+
+class ConvolutionPhasePolicy(str, Enum):
+    """Where a window begins: floor((kernel_size - 1) / 2) before its voxel."""
+
+    TORCH_SAME_PHASE = "torch_same_phase"
+
+
+# ---- The window of a plan, and whether two grids lie in one lattice
+
+
+#: how far voxel sizes and origins may differ, relative and in voxels
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class ConvolutionTransformCompatibility:
+    """Whether a fine grid and a coarse one lie in one lattice: coarse voxels ``stride`` as large, at one origin."""
+
+    fine_grid_count: int
+    coarse_grid_count: int
+    same_batch_size: bool
+    same_device: bool
+    scale_compatible: bool
+    registration_integer: bool
+    registration_zero: bool
+    compatible: bool
+    registration_offset: torch.Tensor | None
+
+
+class ConvolutionGeometry:
+    """The window of a plan."""
+
+    semantics_version = 1
+    phase_policy = ConvolutionPhasePolicy.TORCH_SAME_PHASE.value
+
+    def __init__(self, kernel_size: Ints, stride: Ints) -> None:
+        self.kernel_size, self.stride = list(kernel_size), list(stride)
+        self.padding_before = [(k - 1) // 2 for k in kernel_size]
+        self.padding_after = [k - 1 - p for k, p in zip(kernel_size, self.padding_before)]
+        self.dilation, self.registration_offset = [1, 1, 1], [0, 0, 0]
+        self.kernel_volume = math.prod(kernel_size)
+
+
+def compatibility(
+    fine: GridBatch, coarse: GridBatch, geometry: ConvolutionGeometry
+) -> ConvolutionTransformCompatibility:
+    """What is known about two grids in one lattice; ValueError for grids that are not."""
+    counts = fine.grid_count, coarse.grid_count
+    advice = "the target needs voxels of stride times the size, and the same origins; coarsened_grid moves origins"
+    if counts[0] != counts[1]:
+        raise ValueError(f"fine and coarse grids must have the same batch size; got {counts[0]} and {counts[1]}")
+    if fine.device != coarse.device:
+        raise ValueError(
+            f"fine and coarse grids must be on the same device; got {fine.device} and {coarse.device}: move one"
+        )
+    wanted = fine._sizes * torch.tensor(geometry.stride, dtype=torch.float64)
+    if not torch.allclose(coarse._sizes, wanted, atol=TOLERANCE, rtol=TOLERANCE):
+        raise ValueError(
+            f"voxel size mismatch: coarse ones are {coarse._sizes.tolist()}, not {wanted.tolist()}: {advice}"
+        )
+    offset = (coarse._origins - fine._origins) / fine._sizes
+    if not torch.allclose(offset, offset.round(), atol=TOLERANCE, rtol=TOLERANCE):
+        raise ValueError(f"the grids are a fractional number of voxels apart, and only a=0 is supported: {advice}")
+    if not torch.allclose(offset, torch.zeros_like(offset), atol=TOLERANCE, rtol=TOLERANCE):
+        raise ValueError(f"the grids are a nonzero integer number of voxels apart, and only a=0 is supported: {advice}")
+    return ConvolutionTransformCompatibility(*counts, True, True, True, True, True, True, offset)
+
+
+# ---- How many pairs the rows of a plan have
+
+
+#: kernel sizes and strides that a process was warned of
+_WARNED_INCOMPLETE_COVERAGE_GEOMETRIES: set[tuple[Ints, Ints]] = set()
+
+
+class ConvolutionCoverageWarning(UserWarning):
+    """Windows of a plan leave some voxels out, since the stride is larger than the kernel; said once a geometry."""
+
+
+@dataclass(frozen=True)
+class ConvolutionCoverageReport:
+    """How many pairs each input and each output has; histograms are (pairs, rows)."""
+
+    input_row_count: int
+    output_row_count: int
+    input_zero_count: int
+    input_zero_fraction: float
+    input_degree_min: int
+    input_degree_max: int
+    input_degree_histogram: tuple[tuple[int, int], ...]
+    output_zero_count: int
+    output_zero_fraction: float
+    output_degree_min: int
+    output_degree_max: int
+    output_degree_histogram: tuple[tuple[int, int], ...]
+
+
+class Coverage:
+    """The report of a plan and that of its transpose, made when one is read."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def of(self, turned: bool) -> ConvolutionCoverageReport:
+        return self._turned if turned else self._report
+
+    @cached_property
+    def _report(self) -> ConvolutionCoverageReport:
+        edges = self._plan.kernel_map
+        sides = {"input": (edges.in_rows, edges.num_in), "output": (edges.out_rows, edges.num_out)}
+        found: dict[str, Any] = {}
+        for side, (rows, count) in sides.items():
+            degrees = torch.bincount(rows.long(), minlength=count)
+            kinds, counts = (t.tolist() for t in torch.unique(degrees, return_counts=True))
+            zero = counts[0] if kinds and kinds[0] == 0 else 0
+            found[f"{side}_row_count"], found[f"{side}_zero_count"] = count, zero
+            found[f"{side}_zero_fraction"] = zero / count if count else 0.0
+            found[f"{side}_degree_min"], found[f"{side}_degree_max"] = (kinds[0], kinds[-1]) if kinds else (0, 0)
+            found[f"{side}_degree_histogram"] = tuple(zip(kinds, counts))
+        return ConvolutionCoverageReport(**found)
+
+    @cached_property
+    def _turned(self) -> ConvolutionCoverageReport:
+        other = {"input": "output", "output": "input"}
+        found = {}
+        for name, value in vars(self._report).items():
+            side, _, rest = name.partition("_")
+            found[f"{other[side]}_{rest}"] = value
+        return ConvolutionCoverageReport(**found)
+
+
+def warn_of_gaps(geometry: ConvolutionGeometry) -> None:
+    """Warn, once, of windows that leave voxels out."""
+    gaps = [axis for axis, (k, s) in enumerate(zip(geometry.kernel_size, geometry.stride)) if k < s]
+    key = tuple(geometry.kernel_size), tuple(geometry.stride)
+    if gaps and key not in _WARNED_INCOMPLETE_COVERAGE_GEOMETRIES:
+        _WARNED_INCOMPLETE_COVERAGE_GEOMETRIES.add(key)
+        warnings.warn(
+            f"kernel size {key[0]} with stride {key[1]} leaves uncovered stride residues on the axes {gaps}, as dense "
+            "convolution does: some voxels reach no output; acknowledge_incomplete_coverage=True says that it is meant",
+            ConvolutionCoverageWarning,
+            stacklevel=4,
+        )
+
+
+# ---- Plans with fVDB's names: fine = stride * coarse + tap - floor((kernel_size - 1) / 2)
+
 
 Pairs = Sequence[tuple[int, int]]
 Data = TypeVar("Data", torch.Tensor, JaggedTensor)

@@ -6,17 +6,8 @@ import sys
 
 import torch
 
-from sparseconv.interop.minkowski.keys import CoordinateMapKey
-from sparseconv.interop.minkowski.kinds import (
-    BroadcastMode,
-    ConvolutionMode,
-    CoordinateMapType,
-    GPUMemoryAllocatorType,
-    MinkowskiAlgorithm,
-    PoolingMode,
-    RegionType,
-)
-from sparseconv.interop.minkowski.utils.quantization import quantize, quantize_label
+from sparseconv.interop.minkowski.common import *  # noqa: F403 (its enumerations and keys)
+from sparseconv.interop.minkowski.utils import quantize, quantize_label
 
 #: ``import MinkowskiEngineBackend._C`` is this module too
 _C = sys.modules[__name__]
@@ -42,23 +33,3 @@ cudart_version = cuda_version
 def get_gpu_memory_info() -> tuple[int, int]:
     """(free, total) bytes of the current GPU."""
     return torch.cuda.mem_get_info()
-
-
-__all__ = [
-    "BroadcastMode",
-    "ConvolutionMode",
-    "CoordinateMapKey",
-    "CoordinateMapType",
-    "GPUMemoryAllocatorType",
-    "MinkowskiAlgorithm",
-    "PoolingMode",
-    "RegionType",
-    "cuda_version",
-    "cudart_version",
-    "get_gpu_memory_info",
-    "is_cuda_available",
-    "quantize_label_np",
-    "quantize_label_th",
-    "quantize_np",
-    "quantize_th",
-]

@@ -1,25 +1,446 @@
-"""The coordinate manager: the plans between sets of voxels, each made once."""
+"""Sets of voxels as MinkowskiEngine has them, coordinates being multiples of a tensor stride, over grids.
+
+A grid counts in units of the tensor stride and holds the axes backwards: MinkowskiEngine numbers taps with the first
+axis fastest, plans with the last one. So a kernel's taps are those of a plan's box, in the plan's own order.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from sparseconv.compiler.traced import TracedGrid
+from sparseconv.geometry.arguments import bounds, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import Ints
-from sparseconv.interop.arguments import settled
-from sparseconv.interop.minkowski.coordinate_map import CoordinateMap, backwards, common_unit, divided, flipped
-from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
-from sparseconv.interop.minkowski.keyed_maps import KeyedMaps
-from sparseconv.interop.minkowski.keys import CoordinateMapKey, Key
-from sparseconv.interop.minkowski.kinds import Axes, RegionType, positive
-from sparseconv.kinds import check_values
+from sparseconv.geometry.keys import KeySpace
+from sparseconv.geometry.ranges import IndexRange, Ints
+from sparseconv.interop.arguments import lower_corners, scaled, settled
+from sparseconv.interop.minkowski.common import (
+    Axes,
+    CoordinateMapKey,
+    KernelGenerator,
+    Key,
+    RegionType,
+    convert_to_int_list,
+    positive,
+    rank_of,
+)
+from sparseconv.kinds import check_kind, check_values
 from sparseconv.ops.interpolation import Interpolation
 from sparseconv.ops.points import PointGroups
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.torch_private import tracing
+
+
+def backwards(values: Sequence[int]) -> Ints:
+    """One integer an axis, in the other order."""
+    return tuple(reversed(values))
+
+
+def flipped(coords: torch.Tensor) -> torch.Tensor:
+    """Coords (N, 1+D) with the axes in the other order, the batch still first; a copy."""
+    return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
+
+
+def divided(stride: Sequence[int], steps: Sequence[int]) -> Ints:
+    """The tensor stride of the finer side of a transposed layer, which divides without a remainder."""
+    if any(t % s for t, s in zip(stride, steps)):
+        raise ValueError(
+            "a transposed layer divides the tensor stride, which must be a multiple of its own stride "
+            f"{list(steps)} on every axis; got {list(stride)}"
+        )
+    return tuple(t // s for t, s in zip(stride, steps))
+
+
+def common_unit(units: Sequence[Ints]) -> Ints:
+    """The largest unit that divides all of these, an axis."""
+    return tuple(math.gcd(*axis) for axis in zip(*units))
+
+
+def first_rows(coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first row of each distinct row of coords (N, C), ascending, and the number of each row among them.
+
+    Returns:
+        (rows (M,), numbers (N,)), int64: ``coords[rows][numbers] == coords``.
+    """
+    low, high = bounds(coords)
+    if not low:
+        return (torch.zeros(0, dtype=torch.int64, device=coords.device),) * 2
+    try:
+        keys = KeySpace(IndexRange(low, tuple(h + 1 for h in high))).keys(coords.long())
+        distinct, numbers = torch.unique(keys, return_inverse=True)
+    except ValueError:  # wider than 63 bits
+        distinct, numbers = torch.unique(coords, dim=0, return_inverse=True)
+    return _in_order_of_rows(numbers, len(distinct))
+
+
+def _in_order_of_rows(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups renumbered by their first row: the first rows, ascending, and the new numbers."""
+    rows = torch.arange(len(numbers), device=numbers.device)
+    first = torch.full((count,), len(numbers), device=numbers.device).scatter_reduce_(0, numbers, rows, "amin")
+    ordered, order = torch.sort(first)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(count, device=order.device))
+    return ordered, place[numbers]
+
+
+class CoordinateMap:
+    """The voxels of one key.
+
+    Args:
+        grid: the voxels in units, axes backwards.
+        unit: cells of the coordinates in one of the grid's, an axis, backwards.
+        stride: the tensor stride, backwards; 0 on every axis for the origins of the batch items.
+
+    The unit is the tensor stride, except where coordinates were given that are no multiples of it.
+    """
+
+    def __init__(self, grid: VoxelGrid, unit: Ints, stride: Ints) -> None:
+        self.grid, self.unit, self.stride = grid, unit, stride
+        self._others: dict[tuple[Ints, int], VoxelGrid] = {}
+
+    @classmethod
+    def of(cls, coords: torch.Tensor, stride: Ints) -> tuple[CoordinateMap, torch.Tensor, torch.Tensor]:
+        """Coordinates (N, 1+D) int32, repeated ones among them -> their map, and the two results of `first_rows`."""
+        turned = flipped(coords)
+        unit = stride
+        if any(s != 1 for s in stride):
+            steps = row((1, *stride), turned)
+            if bool((turned % steps == 0).all()):
+                turned = torch.div(turned, steps, rounding_mode="floor").int()
+            else:
+                unit = (1,) * len(stride)
+        grid = VoxelGrid(turned, duplicates="first")
+        if len(grid) == len(coords):
+            rows = torch.arange(len(coords), device=coords.device)
+            return cls(grid, unit, stride), rows, rows
+        numbers = grid.lookup(turned)
+        return cls(grid, unit, stride), *_in_order_of_rows(numbers, len(grid))
+
+    @property
+    def rank(self) -> int:
+        return self.grid.rank
+
+    def __len__(self) -> int:
+        return len(self.grid)
+
+    def coordinates(self) -> torch.Tensor:
+        """(N, 1+D) int32 as a user knows them; the caller's own."""
+        return flipped(scaled(self.grid, self.unit))
+
+    def at(self, unit: Ints, batch_size: int) -> VoxelGrid:
+        """The same voxels in a unit that divides this one's, in a batch of at least as many items; made once."""
+        if unit == self.unit and batch_size == self.grid.batch_size:
+            return self.grid
+        grid = self._others.get((unit, batch_size))
+        if grid is None:
+            scale = tuple(a // b for a, b in zip(self.unit, unit))
+            grid = VoxelGrid(scaled(self.grid, scale), batch_size)
+            self._others[unit, batch_size] = grid
+        return grid
+
+    def rows(self, coords: torch.Tensor) -> torch.Tensor:
+        """The rows (M,) int64 of coordinates (M, 1+D) of any integer dtype, -1 where there is no such voxel."""
+        turned, steps = flipped(coords), row((1, *self.unit), coords)
+        if all(u == 1 for u in self.unit):
+            return self.grid.lookup(turned)
+        whole = (turned % steps == 0).all(1)
+        rows = self.grid.lookup(torch.div(turned, steps, rounding_mode="floor").to(coords.dtype))
+        return torch.where(whole, rows, -1)
+
+    @cached_property
+    def items(self) -> PointGroups:
+        """The rows of each batch item."""
+        return PointGroups(self.grid.coords[:, 0], self.grid.batch_size)
+
+    def item_rows(self) -> list[torch.Tensor]:
+        """The rows (N_b,) int64 of each batch item."""
+        rows = self.grid.batch_rows
+        if rows is None:
+            rows = torch.arange(len(self.grid), device=self.grid.device)
+        return list(rows.split(self.grid.batch_counts.tolist()))
+
+
+class FieldMap:
+    """The points of one key: coordinates (N, 1+D) floating point, anywhere."""
+
+    def __init__(self, coords: torch.Tensor, stride: Ints) -> None:
+        self.coords, self.stride = coords, stride
+
+    def __len__(self) -> int:
+        return len(self.coords)
+
+    @cached_property
+    def batch(self) -> torch.Tensor:
+        """(N,) int64: the batch item of each point."""
+        return self.coords[:, 0].round().long()
+
+    @cached_property
+    def items(self) -> PointGroups:
+        """The points of each batch item."""
+        count = int(self.batch.max()) + 1 if len(self) else 1
+        return PointGroups(self.batch, count)
+
+    def item_rows(self) -> list[torch.Tensor]:
+        """The rows (N_b,) int64 of each batch item."""
+        return list(torch.argsort(self.batch, stable=True).split(self.items.counts.tolist()))
+
+    def quantized(self, stride: Sequence[int]) -> torch.Tensor:
+        """(N, 1+D) int32: the lower corner of the cell of this stride that holds each point."""
+        steps = self.coords.new_tensor(stride)
+        cells = torch.floor(self.coords[:, 1:] / steps) * steps
+        return lower_corners("coordinates", torch.cat([self.batch[:, None].to(cells.dtype), cells], 1))
+
+
+# ---- Sets of voxels and of points under keys
+
+
+#: whole numbers up to this one are exact in fp32
+EXACT_IN_FLOAT = 1 << 24
+
+
+def _named(key: CoordinateMapKey) -> Key:
+    check_kind("the key", key, CoordinateMapKey, "pass the key of a tensor, x.coordinate_map_key")
+    return key.key
+
+
+class KeyedMaps:
+    """Sets of voxels and of points under keys, and the sets that follow from them without a kernel."""
+
+    def __init__(self, rank: int) -> None:
+        self.D = rank_of(rank)
+        self._maps: dict[Key, CoordinateMap] = {}
+        self._fields: dict[Key, FieldMap] = {}
+        self._field_maps: dict[tuple[Key, Key], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def find(self, key: CoordinateMapKey) -> CoordinateMap:
+        """The voxels of a key; raises ValueError where this manager has none."""
+        found = self._maps.get(_named(key))
+        if found is None:
+            raise ValueError(f"{key} is no key of this coordinate manager: it has {self._listed(self._maps)}")
+        return found
+
+    def find_field(self, key: CoordinateMapKey) -> FieldMap:
+        """The points of a key; raises ValueError where this manager has none."""
+        found = self._fields.get(_named(key))
+        if found is None:
+            raise ValueError(f"{key} is no field key of this coordinate manager: it has {self._listed(self._fields)}")
+        return found
+
+    def is_field(self, key: CoordinateMapKey) -> bool:
+        """Whether points lie under a key, and no voxels."""
+        return _named(key) in self._fields
+
+    @staticmethod
+    def _listed(keys: Any) -> str:
+        return ", ".join(str(CoordinateMapKey.of(key)) for key in keys) or "none"
+
+    def _free(self, stride: Ints, string_id: str, numbered: bool = False) -> Key:
+        """A key that nothing lies under, numbered where the plain one is taken.
+
+        Strided layers pass the string on, so that one other than "" belongs to one set and what was made of it: it is
+        new at every tensor stride.
+        """
+        taken = {*self._maps, *self._fields}
+        strings = {name for _, name in taken}
+        if not numbered and (string_id not in strings if string_id else (stride, "") not in taken):
+            return stride, string_id
+        prefix = f"{string_id}-" if string_id else ""
+        number = len(taken)
+        while f"{prefix}{number}" in strings:
+            number += 1
+        return stride, f"{prefix}{number}"
+
+    def _insert(self, key: Key, made: CoordinateMap) -> CoordinateMapKey:
+        self._maps[key] = made
+        return CoordinateMapKey.of(key)
+
+    def insert_and_map(
+        self, coordinates: torch.Tensor, tensor_stride: Axes = 1, string_id: str = ""
+    ) -> tuple[CoordinateMapKey, tuple[torch.Tensor, torch.Tensor]]:
+        """Keep coordinates (N, 1+D), integers, repeated ones once and in the order in which they came.
+
+        Returns:
+            (key, (unique rows (M,), inverse rows (N,))), int64: ``coordinates[unique][inverse] == coordinates``.
+        """
+        check_values("coordinates", coordinates, f"(N, {self.D + 1}) integers")
+        if coordinates.is_floating_point():
+            raise TypeError(f"coordinates must be integers; got {coordinates.dtype}: take torch.floor(...).int()")
+        if coordinates.ndim != 2 or coordinates.shape[1] != self.D + 1:
+            raise ValueError(f"coordinates must be (N, {self.D + 1}), the batch first; got {tuple(coordinates.shape)}")
+        stride = tuple(positive("tensor_stride", tensor_stride, self.D))
+        made, unique, inverse = CoordinateMap.of(coordinates, backwards(stride))
+        return self._insert(self._free(stride, string_id), made), (unique, inverse)
+
+    def insert_field(self, coordinates: torch.Tensor, tensor_stride: Axes, string_id: str = "") -> CoordinateMapKey:
+        """Keep points (N, 1+D), the batch first."""
+        check_values("coordinates", coordinates, f"(N, {self.D + 1})")
+        if coordinates.ndim != 2 or coordinates.shape[1] != self.D + 1:
+            raise ValueError(f"coordinates must be (N, {self.D + 1}), the batch first; got {tuple(coordinates.shape)}")
+        if coordinates.is_complex() or coordinates.dtype == torch.bool:
+            raise TypeError(f"coordinates must be numbers; got {coordinates.dtype}")
+        stride = tuple(positive("tensor_stride", tensor_stride, self.D))
+        key = self._free(stride, string_id or "field")
+        if not coordinates.is_floating_point():
+            low, high = bounds(coordinates.reshape(-1, 1))
+            is_wide = bool(low) and max(-low[0], high[0]) > EXACT_IN_FLOAT
+            coordinates = coordinates.double() if is_wide else coordinates.float()
+        self._fields[key] = FieldMap(coordinates, stride)
+        return CoordinateMapKey.of(key)
+
+    def size(self, coordinate_map_key: CoordinateMapKey) -> int:
+        if self.is_field(coordinate_map_key):
+            return len(self.find_field(coordinate_map_key))
+        return len(self.find(coordinate_map_key))
+
+    def get_coordinate_map_keys(self, tensor_stride: Axes) -> list[CoordinateMapKey]:
+        """The keys of one tensor stride, the first made first."""
+        stride = tuple(convert_to_int_list(tensor_stride, self.D))
+        return [CoordinateMapKey.of(key) for key in self._maps if key[0] == stride]
+
+    def _key(self, key_or_stride: CoordinateMapKey | Axes) -> CoordinateMapKey:
+        if isinstance(key_or_stride, CoordinateMapKey):
+            return key_or_stride
+        keys = self.get_coordinate_map_keys(key_or_stride)
+        if not keys:
+            raise ValueError(f"no voxels of tensor stride {key_or_stride}: there are {self._listed(self._maps)}")
+        return keys[0]
+
+    def get_coordinates(self, coords_key_or_tensor_strides: CoordinateMapKey | Axes) -> torch.Tensor:
+        """(N, 1+D) int32; the caller's own."""
+        return self.find(self._key(coords_key_or_tensor_strides)).coordinates()
+
+    def get_coordinate_field(self, coords_key: CoordinateMapKey) -> torch.Tensor:
+        return self.find_field(coords_key).coords
+
+    def get_unique_coordinate_map_key(self, tensor_stride: Axes) -> CoordinateMapKey:
+        """A key of this stride that nothing lies under."""
+        stride = tuple(convert_to_int_list(tensor_stride, self.D))
+        return CoordinateMapKey.of(self._free(stride, "", numbered=True))
+
+    @property
+    def batch_size(self) -> int:
+        """Items of the largest batch."""
+        sizes = [m.grid.batch_size for m in self._maps.values()] + [m.items.num_voxels for m in self._fields.values()]
+        return max(sizes, default=0)
+
+    def number_of_unique_batch_indices(self) -> int:
+        return self.size(self.origin())
+
+    # ---- sets from sets
+
+    def origin(self) -> CoordinateMapKey:
+        """A voxel at 0 for each batch item, in their order; items without a voxel have one too."""
+        items, zeros = self.batch_size, (0,) * self.D
+        if items == 0:
+            raise ValueError("the coordinate manager has no coordinates yet")
+        key: Key = (zeros, "")
+        if key in self._maps and len(self._maps[key]) != items:
+            key = (zeros, str(items))
+        if key not in self._maps:
+            some = (
+                next(iter(self._maps.values())).grid.coords if self._maps else next(iter(self._fields.values())).coords
+            )
+            coords = torch.zeros(items, self.D + 1, dtype=torch.int32, device=some.device)
+            coords[:, 0] = torch.arange(items, device=some.device)
+            self._maps[key] = CoordinateMap(VoxelGrid(coords, items), (1,) * self.D, zeros)
+        return CoordinateMapKey.of(key)
+
+    origin_field = origin
+
+    def origin_map(self, key: CoordinateMapKey) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The batch items (B,) and the rows of each, int64."""
+        rows = (self.find_field(key) if self.is_field(key) else self.find(key)).item_rows()
+        device = rows[0].device if rows else None
+        rows += [torch.zeros(0, dtype=torch.int64, device=device)] * (self.batch_size - len(rows))
+        return torch.arange(len(rows), device=device), rows
+
+    origin_field_map = origin_map
+
+    def prune(self, key: CoordinateMapKey, mask: torch.Tensor) -> CoordinateMapKey:
+        """The voxels of a key where mask (N,) bool is true."""
+        source = self.find(key)
+        grid = source.grid.subset(mask)
+        name = self._free(key.key[0], "pruned")
+        return self._insert(name, CoordinateMap(grid, source.unit, source.stride))
+
+    def union_map(self, in_keys: list[CoordinateMapKey], out_key: CoordinateMapKey) -> list[torch.Tensor]:
+        """Set ``out_key`` to all voxels of some keys, those of the first one first.
+
+        Returns:
+            For each key (2, N) int64: its rows, and their rows in the union.
+        """
+        maps = [self.find(key) for key in in_keys]
+        unit, items = common_unit([m.unit for m in maps]), max(m.grid.batch_size for m in maps)
+        grids = [m.at(unit, items) for m in maps]
+        union = grids[0]
+        for grid in grids[1:]:
+            new = grid.coords[union.lookup(grid.coords) < 0]
+            union = VoxelGrid(torch.cat([union.coords, new]), items) if len(new) else union
+        stride = tuple(min(axis) for axis in zip(*(m.stride for m in maps)))
+        key = self._free(backwards(stride), "merge", numbered=True)
+        self._insert(key, CoordinateMap(union, unit, stride))
+        out_key.set_key(key)
+        rows = [torch.arange(len(grid), device=grid.device) for grid in grids]
+        return [torch.stack([r, union.lookup(grid.coords)]) for r, grid in zip(rows, grids)]
+
+    # ---- from points to voxels
+
+    def field_to_sparse_insert_and_map(
+        self, field_map_key: CoordinateMapKey, sparse_tensor_stride: Axes, sparse_tensor_string_id: str = ""
+    ) -> tuple[CoordinateMapKey, tuple[torch.Tensor, torch.Tensor]]:
+        """Keep the voxels that hold a point; the results of `insert_and_map`."""
+        stride = convert_to_int_list(sparse_tensor_stride, self.D)
+        coords = self.find_field(field_map_key).quantized(stride)
+        key, maps = self.insert_and_map(coords, stride, sparse_tensor_string_id)
+        self._field_maps[field_map_key.key, key.key] = maps
+        return key, maps
+
+    def exists_field_to_sparse(self, field_map_key: CoordinateMapKey, sparse_map_key: CoordinateMapKey) -> bool:
+        return (field_map_key.key, sparse_map_key.key) in self._field_maps
+
+    def field_to_sparse_keys(self, field_map_key: CoordinateMapKey) -> list[CoordinateMapKey]:
+        """The keys of the voxels that were made of a field."""
+        return [CoordinateMapKey.of(sparse) for field, sparse in self._field_maps if field == field_map_key.key]
+
+    def field_rows(self, field_key: CoordinateMapKey, sparse_key: CoordinateMapKey) -> torch.Tensor:
+        """(N,) int64: the row of the voxel that holds each point, -1 where there is none."""
+        known = self._field_maps.get((field_key.key, sparse_key.key))
+        if known is not None:
+            return known[1]
+        sparse = self.find(sparse_key)
+        return sparse.rows(self.find_field(field_key).quantized(backwards(sparse.stride)))
+
+    def get_field_to_sparse_map(
+        self, field_map_key: CoordinateMapKey, sparse_map_key: CoordinateMapKey
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The maps of `field_to_sparse_insert_and_map`."""
+        known = self._field_maps.get((field_map_key.key, sparse_map_key.key))
+        if known is None:
+            raise ValueError(f"{sparse_map_key} was not made of the field {field_map_key}")
+        return known
+
+    def first_points(self, field_key: CoordinateMapKey, sparse_key: CoordinateMapKey) -> torch.Tensor:
+        """(V,) int64: the first point in each voxel, as many as there are points where a voxel has none."""
+        rows = self.field_rows(field_key, sparse_key)
+        bins = torch.where(rows < 0, self.size(sparse_key), rows)
+        first = torch.full((self.size(sparse_key) + 1,), len(rows), device=rows.device)
+        return first.scatter_reduce_(0, bins, torch.arange(len(rows), device=rows.device), "amin")[:-1]
+
+    def field_to_sparse_map(
+        self, field_map_key: CoordinateMapKey, sparse_map_key: CoordinateMapKey
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the voxels that hold points, and of those points, int64; points without a voxel are left out."""
+        rows = self.field_rows(field_map_key, sparse_map_key)
+        held = (rows >= 0).nonzero()[:, 0]
+        return rows[held], held
+
+
+# ---- The coordinate manager: the plans between sets of voxels, each made once
+
 
 #: taps of a stride's window up to which the window itself finds the coarse voxels
 FEW_TAPS = 27
@@ -249,3 +670,54 @@ class CoordinateManager(KeyedMaps):
         lines = [f"\t{CoordinateMapKey.of(key)}: {len(made):,} voxels" for key, made in self._maps.items()]
         lines += [f"\t{CoordinateMapKey.of(key)}: {len(field):,} points" for key, field in self._fields.items()]
         return "\n".join([f"{type(self).__name__}(", *lines, f"\t{len(self._plans)} plans", ")"])
+
+
+# ---- Coordinate managers while torch traces: sets of voxels are grids of the program, and plans its operators
+
+
+class TracedManager(CoordinateManager):
+    """What ``CoordinateManager(D)`` makes while torch traces, and what stands for one that was made before.
+
+    Attributes:
+        outer: the manager of the caller that this one stands for, None for one of the trace.
+        ordinary: the ordinary manager that it became, once somebody asked for it after the program had run.
+    """
+
+    outer: CoordinateManager | None = None
+    ordinary: CoordinateManager | None = None
+
+    @classmethod
+    def of(cls, outer: CoordinateManager) -> TracedManager:
+        """A manager with the voxels of another one, which stays as it is."""
+        made = TracedManager(*settled([outer.D]))
+        made.outer = outer
+        for key, held in outer._maps.items():
+            made._maps[key] = CoordinateMap(TracedGrid.of(held.grid), settled(held.unit), settled(held.stride))
+        return made
+
+    def left(self) -> CoordinateManager:
+        """An ordinary manager with the voxels that the program made."""
+        if self.ordinary is None:
+            made = self.ordinary = CoordinateManager(self.D) if self.outer is None else self.outer
+            for key, held in self._maps.items():
+                if key not in made._maps:
+                    grid: TracedGrid = held.grid  # type: ignore[assignment]
+                    made._maps[key] = CoordinateMap(grid.real, held.unit, held.stride)
+        return self.ordinary
+
+    def _items(self, *maps: CoordinateMap) -> int:
+        return maps[0].grid.batch_size  # which is that of all: nobody knows them here
+
+    @property
+    def batch_size(self) -> int:
+        return self._items(*self._maps.values())
+
+
+def same(a: CoordinateManager, b: CoordinateManager) -> bool:
+    """Whether two managers are one, or stand for one."""
+    if a is b:
+        return True
+    return isinstance(a, TracedManager) and isinstance(b, TracedManager) and a.outer is not None and a.outer is b.outer
+
+
+CoordinateManager.traced_type = TracedManager

@@ -20,24 +20,25 @@ from sparseconv.interop.spconv.core import AlgoHint, ConvAlgo
 __version__ = "2.3.8"
 SPCONV_VERSION_NUMBERS = [2, 3, 8]
 
-_MODULES = (
-    "constants",
-    "core",
-    "utils",
-    "pytorch",
-    *(
-        f"pytorch.{name}"
-        for name in (
-            *("constants", "conv", "core", "functional", "hash", "identity"),
-            *("modules", "ops", "pool", "spatial", "tables", "utils"),
-        )
-    ),
-)
+#: by spconv's names
+_MODULES = {
+    "constants": "constants",
+    "core": "core",
+    "utils": "utils",
+    "pytorch": "pytorch",
+    "pytorch.hash": "hash",
+    "pytorch.identity": "pytorch.modules",
+    "pytorch.tables": "pytorch.modules",
+    **{
+        f"pytorch.{name}": f"pytorch.{name}"
+        for name in ("constants", "conv", "core", "functional", "modules", "ops", "pool", "utils")
+    },
+}
 
 
 @cache
 def _names() -> Names:
-    found = {name: importlib.import_module(f"{__name__}.{name}") for name in _MODULES}
+    found = {name: importlib.import_module(f"{__name__}.{ours}") for name, ours in _MODULES.items()}
     return Names("spconv", sys.modules[__name__], found)
 
 
@@ -61,7 +62,7 @@ def install(*, force: bool = False) -> None:
     'sparseconv.interop.spconv.pytorch.conv'
     >>> uninstall()
     """
-    _names().install(force)
+    _names().install(force=force)
 
 
 def uninstall() -> None:
@@ -69,4 +70,6 @@ def uninstall() -> None:
     _names().uninstall()
 
 
-__all__ = ["SPCONV_VERSION_NUMBERS", "AlgoHint", "ConvAlgo", "constants", "install", "uninstall"]
+__all__ = [
+    "SPCONV_VERSION_NUMBERS", "AlgoHint", "ConvAlgo", "constants", "install", "uninstall",
+]  # fmt: skip

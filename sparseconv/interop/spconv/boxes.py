@@ -35,14 +35,6 @@ def rbbox_intersection(
     return _overlaps(box_corners, qbox_corners, standup_iou, standup_thresh, over_union=False)
 
 
-def rbbox_iou_loss(box_corners: np.ndarray, qbox_corners: np.ndarray) -> np.ndarray:
-    """Intersection over union of each rotated box (N, 4, 2) and the other in its row, (N,)."""
-    boxes, others = _corners("box_corners", box_corners), _corners("qbox_corners", qbox_corners)
-    if len(boxes) != len(others):
-        raise ValueError(f"box_corners and qbox_corners must have as many rows; got {len(boxes)} and {len(others)}")
-    return _paired(boxes, others, over_union=True).astype(boxes.dtype)
-
-
 def non_max_suppression_cpu(boxes: np.ndarray, order: np.ndarray, thresh: float, eps: float = 0.0) -> list[int]:
     """The boxes that stay: each in turn takes out the later ones that overlap it by ``thresh`` or more.
 

@@ -8,29 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.interop.spconv.boxes import (
+from sparseconv.interop.spconv.boxes import (  # noqa: F401
     non_max_suppression_cpu,
     rbbox_intersection,
     rbbox_iou,
-    rbbox_iou_loss,
     rotate_non_max_suppression_cpu,
 )
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
 from sparseconv.kinds import described
-
-__all__ = [
-    "Point2VoxelCPU1d",
-    "Point2VoxelCPU2d",
-    "Point2VoxelCPU3d",
-    "Point2VoxelCPU4d",
-    "VoxelGenerator",
-    "VoxelGeneratorV2",
-    "non_max_suppression_cpu",
-    "rbbox_intersection",
-    "rbbox_iou",
-    "rbbox_iou_loss",
-    "rotate_non_max_suppression_cpu",
-]
 
 
 class VoxelGeneratorV2:

@@ -12,58 +12,50 @@ from __future__ import annotations
 import sys
 
 from sparseconv.interop.installing import Names, moved
-from sparseconv.interop.torchsparse import backbones, backend, backends, conventions, nn, operators, tensor, utils
-from sparseconv.interop.torchsparse.backbones import blocks, networks
+from sparseconv.interop.torchsparse import backbones, backend, conventions, nn, tensor, utils
+from sparseconv.interop.torchsparse.backend import tune
 from sparseconv.interop.torchsparse.conventions import set_version
-from sparseconv.interop.torchsparse.nn import bev, conv_config, functional, modules
-from sparseconv.interop.torchsparse.nn import utils as nn_utils
-from sparseconv.interop.torchsparse.operators import cat, generative_add
-from sparseconv.interop.torchsparse.tensor import PointTensor, SparseTensor
-from sparseconv.interop.torchsparse.utils import collate, quantize
-from sparseconv.interop.torchsparse.utils import tune as tuning
-from sparseconv.interop.torchsparse.utils.tune import tune
+from sparseconv.interop.torchsparse.nn import functional, modules
+from sparseconv.interop.torchsparse.tensor import PointTensor, SparseTensor, cat, generative_add
 
 #: the version whose surface this is
 __version__ = "2.1.0"
 
 
-#: by torchsparse's names
+#: submodules of torchsparse, and the modules here that have their names
 _MODULES = {
-    "backbones": backbones,
-    "backbones.modules": blocks,
-    "backbones.modules.blocks": blocks,
-    "backbones.resnet": networks,
-    "backbones.unet": networks,
-    "backend": backend,
-    "backends": backends,
+    **dict.fromkeys(("backbones", "backbones.modules", "backbones.modules.blocks"), backbones),
+    **dict.fromkeys(("backbones.resnet", "backbones.unet"), backbones),
+    **dict.fromkeys(("backend", "backends", "utils.tune"), backend),
     "nn": nn,
     "nn.functional": functional,
     **{
         f"nn.functional.{name}": functional
-        for name in ("activation", "conv", "count", "crop", "devoxelize", "hash", "pooling", "query", "voxelize")
+        for name in (
+            *(
+                "activation",
+                "conv",
+                "count",
+                "crop",
+                "devoxelize",
+                "downsample",
+                "hash",
+                "pooling",
+                "query",
+                "voxelize",
+            ),
+            *("conv.conv", "conv.conv_mode", "conv.hash", "conv.hash.hash", "conv.hash.query", "conv.kmap"),
+            "conv.kmap.downsample",
+        )
     },
-    "nn.functional.downsample": functional,
-    "nn.functional.conv.conv_config": conv_config,
-    **{
-        f"nn.functional.conv.{name}": functional
-        for name in ("conv", "conv_mode", "hash", "hash.hash", "hash.query", "kmap", "kmap.downsample")
-    },
+    "nn.functional.conv.conv_config": conventions,
     "nn.modules": modules,
-    "nn.modules.bev": bev,
-    **{f"nn.modules.{name}": modules for name in ("activation", "conv", "crop", "norm", "pooling")},
-    "nn.utils": nn_utils,
-    "nn.utils.apply": nn_utils,
-    "nn.utils.kernel": nn_utils,
-    "operators": operators,
-    "tensor": tensor,
-    "utils": utils,
-    "utils.collate": collate,
-    "utils.quantize": quantize,
-    "utils.tensor_cache": tensor,
-    "utils.to_dense": utils,
-    "utils.tune": tuning,
-    "utils.utils": utils,
+    **{f"nn.modules.{name}": modules for name in ("activation", "bev", "conv", "crop", "norm", "pooling")},
+    **dict.fromkeys(("nn.utils", "nn.utils.apply", "nn.utils.kernel"), modules),
+    **dict.fromkeys(("operators", "tensor", "utils.tensor_cache"), tensor),
+    **dict.fromkeys(("utils", "utils.collate", "utils.quantize", "utils.to_dense", "utils.utils"), utils),
 }
+backends = backend
 _NAMES = Names("torchsparse", sys.modules[__name__], _MODULES)
 
 _UTILS = "it is in torchsparse.utils.{} since version 1.4"
@@ -96,28 +88,12 @@ def install(*, version: str = "2.1", force: bool = False) -> None:
     >>> uninstall()
     """
     set_version(version)
-    _NAMES.install(force)
+    _NAMES.install(force=force)
 
 
-def uninstall() -> None:
-    """Undo `install`: take its names away, and give a library that it replaced its own back."""
-    _NAMES.uninstall()
-
+uninstall = _NAMES.uninstall
 
 __all__ = [
-    "PointTensor",
-    "SparseTensor",
-    "backbones",
-    "backend",
-    "backends",
-    "cat",
-    "conventions",
-    "generative_add",
-    "install",
-    "nn",
-    "set_version",
-    "tensor",
-    "tune",
-    "uninstall",
-    "utils",
-]
+    "PointTensor", "SparseTensor", "backbones", "backend", "backends", "cat", "conventions", "generative_add",
+    "install", "nn", "set_version", "tensor", "tune", "uninstall", "utils",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The table of ``torchsparse.backend`` that code for version 2.1 uses by itself."""
+"""``torchsparse.backend``: the hash table that code for version 2.1 uses by itself, and switches without effect."""
 
 from __future__ import annotations
 
@@ -57,3 +57,20 @@ def _check_last(coords: torch.Tensor) -> None:
     check_values("coords", coords, "(N, 4) integers, (x, y, z, batch)")
     if coords.ndim != 2 or coords.shape[1] != 4 or coords.dtype not in INTEGERS:
         raise ValueError(f"coords must be (N, 4) integers, (x, y, z, batch); got {tuple(coords.shape)} {coords.dtype}")
+
+
+# ---- ``torchsparse.backends`` and tuning; nothing here has an effect
+
+
+benchmark = False
+allow_tf32 = True
+allow_fp16 = True
+hash_rsv_ratio = 2
+
+
+def init() -> None:
+    """Accepted, without effect."""
+
+
+def tune(*args: Any, **kwargs: Any) -> None:
+    """Accepted, without effect: the backend is chosen by sparseconv."""

@@ -1,8 +1,9 @@
-"""`SparseTensor`, `PointTensor` and the cache that tensors of one network share."""
+"""``torchsparse.tensor``: `SparseTensor`, `PointTensor` and the cache that the tensors of one network share."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -13,15 +14,14 @@ import torch
 from sparseconv import transforms
 from sparseconv.geometry.arguments import own, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, check_order, is_unwritten, scaled, settled
-from sparseconv.interop.torchsparse.conventions import (
+from sparseconv.interop.arguments import axes, check_order, is_unwritten, met, scaled, settled
+from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
     Version,
     get_allow_negative_coordinates,
     get_version,
     make_ntuple,
     set_allow_negative_coordinates,
 )
-from sparseconv.interop.torchsparse.traced import met
 from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.torch_private import settable, surely, tracing
 from sparseconv.transforms import check_not_recorded
@@ -105,6 +105,50 @@ class TensorCache:
     @property
     def grids(self) -> dict[Strides, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]]:
         return self.cmaps.grids
+
+
+class TracedCache:
+    """What a `TensorCache` is in a trace.
+
+    Attributes:
+        outer: the cache of the caller that this one stands for, None for one of the trace.
+        ordinary: the cache that it became, once somebody asked for it after the program had run.
+        cmaps: stride -> (coords, spatial range).
+        kmaps: (stride, kernel size, stride of the layer, dilation) -> the plan of the layer.
+        grids: stride -> (coords, the grid of them).
+    """
+
+    def __init__(self, outer: TensorCache | None = None) -> None:
+        self.outer = outer
+        self.ordinary: TensorCache | None = None
+        self.cmaps: dict[Any, Any] = {}
+        self.kmaps: dict[Any, Any] = {}
+        self.hashmaps: dict[Any, Any] = {}
+        self.grids: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, outer: TensorCache) -> TracedCache:
+        """A cache with the coordinates of another one, which stays as it is: looked at anew at each run."""
+        made = TracedCache(outer)
+        for stride, known in outer.cmaps.items():
+            made.cmaps[settled(stride)] = known if isinstance(known, tuple) else (known, None)
+        for stride, held in outer.grids.items():
+            steps = settled(stride)
+            made.grids[steps] = held[0], VoxelGrid(inner(held[0], steps), held[3].batch_size)
+        return made
+
+    def left(self) -> TensorCache:
+        """An ordinary cache with what the program made."""
+        if self.ordinary is None:
+            made = self.ordinary = TensorCache() if self.outer is None else self.outer
+            for stride, known in self.cmaps.items():
+                made.cmaps.setdefault(stride, known)
+            for stride, (coords, grid) in self.grids.items():
+                if stride not in made.grids:
+                    made.grids[stride] = coords, coords._version, own(coords), grid.real
+            for key, plan in self.kmaps.items():
+                made.kmaps.setdefault(key, plan.real)
+        return self.ordinary
 
 
 class _Shared:
@@ -191,7 +235,7 @@ class SparseTensor:
 
     @settable
     def _caches(self) -> Any:
-        return met(self._held, inner, TensorCache, own)
+        return met(self._held, TracedCache)
 
     @_caches.setter
     def _caches(self, caches: Any) -> None:
@@ -400,19 +444,33 @@ def to_dense(feats: torch.Tensor, coords: torch.Tensor, spatial_range: Any) -> t
     return feats.new_zeros(cells, feats.shape[1]).index_copy(0, flat, feats).view(*size, -1)
 
 
-__all__ = [
-    "PointTensor",
-    "SparseTensor",
-    "TensorCache",
-    "TensorCacheMode",
-    "clear_global_tensor_cache",
-    "get_allow_negative_coordinates",
-    "get_global_tensor_cache",
-    "get_tensor_cache_mode",
-    "inner",
-    "outer",
-    "set_allow_negative_coordinates",
-    "set_global_tensor_cache",
-    "set_tensor_cache_mode",
-    "to_dense",
-]
+# ---- ``torchsparse.operators``
+
+
+def cat(inputs: Sequence[SparseTensor]) -> SparseTensor:
+    """Channels side by side; all at one set of coordinates."""
+    if not inputs:
+        raise ValueError("cat takes one tensor or more; got none")
+    counts = [checked(x).feats.shape[0] for x in inputs]
+    # a set of them would be one for each scene, in a trace
+    if any([surely(count != counts[0]) for count in counts]) or not all([is_at(inputs[0], x) for x in inputs]):
+        raise ValueError(
+            f"cat takes tensors at the same coordinates, in one order; got {[tuple(x.feats.shape) for x in inputs]}"
+        )
+    return inputs[0].like(torch.cat([x.feats for x in inputs], 1))
+
+
+def generative_add(a: SparseTensor, b: SparseTensor) -> SparseTensor:
+    """The sum over all voxels of two tensors, absent ones counting as 0; voxels in lexicographic order."""
+    if checked(a).feats.shape[1] != checked(b).feats.shape[1]:
+        raise ValueError(f"tensors must agree in channels; got {tuple(a.feats.shape)} and {tuple(b.feats.shape)}")
+    for x in (a, b):
+        check_coords(x.coords)
+    first, second = (a, b) if len(a.feats) >= len(b.feats) else (b, a)
+    coords, rows = torch.unique(torch.cat([first.coords, second.coords]), dim=0, return_inverse=True)
+    zeros = first.feats.new_zeros(len(coords), first.feats.shape[1])
+    at = rows.split([len(first.feats), len(second.feats)])
+    feats = zeros.index_copy(0, at[0], first.feats) + zeros.index_copy(0, at[1], second.feats)
+    made = SparseTensor(feats, coords, first.stride, first.spatial_range)
+    made._caches = first._caches
+    return made

@@ -19,7 +19,7 @@ from sparseconv.interop.fvdb import (
     ConvolutionTopologyProvenance,
     GridBatch,
     JaggedTensor,
-    coverage,
+    convolution_plan,
     nn,
 )
 from sparseconv.nn import pack
@@ -30,7 +30,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def _warnings_are_new():
-    coverage._WARNED_INCOMPLETE_COVERAGE_GEOMETRIES.clear()
+    convolution_plan._WARNED_INCOMPLETE_COVERAGE_GEOMETRIES.clear()
 
 
 def grid(device="cpu", items=(40, 0, 25), seed=0, **options):

@@ -8,8 +8,7 @@ import torch
 
 import sparseconv.interop.minkowski as ME
 from sparseconv.interop.minkowski import MinkowskiFunctional as MF
-from sparseconv.interop.minkowski.modules.resnet_block import BasicBlock, Bottleneck
-from sparseconv.interop.minkowski.modules.senet_block import SEBasicBlock, SEBottleneck
+from sparseconv.interop.minkowski.blocks import BasicBlock, Bottleneck, SEBasicBlock, SEBottleneck
 from tests.interop.minkowski.meaning import as_set, cloud, cube, edges, strided
 
 

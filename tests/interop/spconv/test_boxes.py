@@ -40,7 +40,6 @@ def test_overlaps_of_rotated_boxes():
     np.testing.assert_allclose(boxes.rbbox_iou(a[:, ::-1], b, np.ones((6, 5)), 0.0), got, atol=1e-12)
     far = boxes.rbbox_iou(a + 1e6, b + 1e6, np.ones((6, 5)), 0.0)
     np.testing.assert_allclose(far, got, atol=1e-8)
-    np.testing.assert_allclose(boxes.rbbox_iou_loss(a[:5], b), got[:5].diagonal(), atol=1e-12)
     shared = boxes.rbbox_intersection(a, a, np.ones((6, 6)), 0.0)
     sides = np.linalg.norm(np.diff(a, axis=1), axis=2)
     np.testing.assert_allclose(shared.diagonal(), sides[:, 0] * sides[:, 1], rtol=1e-12)
@@ -84,8 +83,6 @@ def test_wrong_boxes_are_told():
         boxes.rbbox_iou(torch.from_numpy(good), good, np.ones((3, 3)), 0.0)
     with pytest.raises(ValueError, match=r"standup_iou must be \(3, 3\); got \(3, 2\)"):
         boxes.rbbox_iou(good, good, np.ones((3, 2)), 0.0)
-    with pytest.raises(ValueError, match=r"as many rows; got 3 and 2"):
-        boxes.rbbox_iou_loss(good, good[:2])
     with pytest.raises(ValueError, match=r"order names box 7, and there are 3"):
         boxes.non_max_suppression_cpu(np.zeros((3, 4)), np.array([0, 7]), 0.5)
     with pytest.raises(TypeError, match=r"boxes must be a numpy array \(N, 4\)"):

@@ -20,8 +20,7 @@ from sparseconv.interop.torchsparse import SparseTensor, conventions
 from sparseconv.interop.torchsparse.backbones import SparseResNet21D, SparseResUNet42
 from sparseconv.interop.torchsparse.nn import functional as F
 from sparseconv.interop.torchsparse.tensor import TensorCacheMode, set_tensor_cache_mode
-from sparseconv.interop.torchsparse.utils.collate import sparse_collate_fn
-from sparseconv.interop.torchsparse.utils.quantize import sparse_quantize
+from sparseconv.interop.torchsparse.utils import sparse_collate_fn, sparse_quantize
 from tests import oracle
 
 

@@ -94,6 +94,21 @@ def plan_in_trace(
     return plan
 
 
+def conv_size(
+    shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Cells along each axis after a convolution; 1 where the kernel size is -1."""
+    sizes = zip(shape, kernel, stride, padding, dilation)
+    return [1 if k == -1 else (n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes]
+
+
+def deconv_size(
+    shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], extra: Sequence[int]
+) -> list[int]:
+    """Cells along each axis after a transposed convolution; as in spconv, dilation does not count."""
+    return [(n - 1) * s - 2 * p + k + e for n, k, s, p, e in zip(shape, kernel, stride, padding, extra)]
+
+
 class Place(NamedTuple):
     """Voxels and the client's tensor of their indices, as it was at that version; None where no client has one.
 

@@ -1,30 +1,29 @@
-"""Containers, and modules of features alone."""
+"""Containers, joins of tensors, and modules of features alone."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv import transforms
+from sparseconv.interop.arguments import specialized
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
-from sparseconv.interop.spconv.pytorch.joined import in_inference, norm_and_relu
+from sparseconv.interop.spconv.pytorch.functional import sparse_add_hash_based
 from sparseconv.interop.spconv.pytorch.tracing import leaf, proxy_among, recorded
 from sparseconv.nn.capturing.region import register_layers
+from sparseconv.nn.fused.evaluation import settled, tensors_of
+from sparseconv.nn.fused.fusion import ACTIVATIONS, folded, hooked
+from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.torch_private import BatchNormBase, surely
+from sparseconv.pointwise import Epilogue
+from sparseconv.torch_private import BatchNormBase, exporting, surely
 
 #: what norms and activations take
 EITHER = "a SparseConvTensor or features"
-
-
-class Placement(TypedDict, total=False):
-    """Where and as what a layer's parameters are made."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 class SparseModule(torch.nn.Module):
@@ -37,6 +36,15 @@ class SparseModule(torch.nn.Module):
         super().__init__()
         self.name = name
         self._sparse_unique_name = ""
+
+
+def of_ranks(base: type, name: str, does: str, arguments: str, defaults: Mapping[str, Any], **fixed: Any) -> list[Any]:
+    """The classes ``{name}1d`` to ``{name}4d``, see `specialized`; ``does`` has {} for the axes."""
+    ranks = {"one axis": 1, "two axes": 2, "three axes": 3, "four axes": 4}
+    return [
+        specialized(base, f"{name}{rank}d", does.format(words), arguments, defaults, ndim=rank, **fixed)
+        for words, rank in ranks.items()
+    ]
 
 
 class SparseSequential(SparseModule):
@@ -105,35 +113,57 @@ def in_turn(input: Any, modules: Sequence[Any]) -> Any:
     return input
 
 
-class SparseBatchNorm(BatchNorm):
+class _OnFeatures:
+    """Runs the layer of torch behind it on the features of a `SparseConvTensor`, or on features."""
+
+    def forward(self, input: Any) -> Any:
+        layer: Any = super()
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(layer.forward(input.features))
+        return layer.forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)  # type: ignore[arg-type]
+
+
+class SparseBatchNorm(_OnFeatures, BatchNorm):
     """Batch norm over all voxels; takes a `SparseConvTensor` or features."""
 
-    def forward(self, input: Any) -> Any:
-        if isinstance(input, SparseConvTensor):
-            return input.replace_feature(super().forward(input.features))
-        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
-
-class SparseSyncBatchNorm(torch.nn.SyncBatchNorm):
+class SparseSyncBatchNorm(_OnFeatures, torch.nn.SyncBatchNorm):
     """Batch norm over the voxels of all processes; takes a `SparseConvTensor` or features."""
 
-    def forward(self, input: Any) -> Any:
-        if isinstance(input, SparseConvTensor):
-            return input.replace_feature(super().forward(input.features))
-        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
-
-class SparseReLU(torch.nn.ReLU):
+class SparseReLU(_OnFeatures, torch.nn.ReLU):
     """ReLU; takes a `SparseConvTensor` or features."""
-
-    def forward(self, input: Any) -> Any:
-        if isinstance(input, SparseConvTensor):
-            return input.replace_feature(super().forward(input.features))
-        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseIdentity(torch.nn.Identity):
     """Returns its input."""
+
+
+class ToDense(SparseModule):
+    """A `SparseConvTensor` -> dense (B, C, *spatial)."""
+
+    def forward(self, x: SparseConvTensor) -> torch.Tensor:
+        return x.dense() if isinstance(x, SparseConvTensor) else leaf(self, x)
+
+
+class RemoveGrid(SparseModule):
+    """Drop the ``grid`` attribute."""
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        if not isinstance(x, SparseConvTensor):
+            return leaf(self, x)
+        x.grid = None
+        return x
+
+
+class Identity(torch.nn.Module):
+    """Returns its input."""
+
+    def forward(self, input: Any) -> Any:
+        return input
+
+    def input_spatial_size(self, out_size: Any) -> Any:
+        return out_size
 
 
 register_layers(SparseModule, SparseBatchNorm, SparseSyncBatchNorm, SparseReLU)
@@ -170,3 +200,144 @@ def assign_name_for_sparse_modules(module: torch.nn.Module) -> None:
     for path, child in module.named_modules():
         if isinstance(child, SparseModule):
             child._sparse_unique_name = path
+
+
+# ---- neighbouring modules that run as one
+
+
+class Inference(NamedTuple):
+    """What follows a convolution in inference: a batch norm by its running statistics, and an activation or None."""
+
+    norm: torch.nn.BatchNorm1d
+    epilogue: Epilogue | None
+
+    def folded(
+        self, features: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight (K, C_in/G, C) and bias (C,) with the norm in them, in the dtype that ``features`` will have."""
+        kind, dtype = features.device.type, taps.dtype
+        if torch.is_autocast_enabled(kind) and features.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+        return folded(taps, bias, self.norm, dtype)
+
+
+def in_inference(conv: Any, norm: Any, activation: Any) -> Inference | None:
+    """What of ``norm`` and ``activation`` a convolution takes into its own kernel; None where it may not.
+
+    Gradients, training, hooks between the modules and replaced forwards keep them apart. An activation that has no
+    kernel of its own (`ACTIVATIONS`) stays a module.
+    """
+    if (
+        type(norm) is not torch.nn.BatchNorm1d
+        or norm.training
+        or tensors_of(norm)[2] is None
+        or norm.num_features != conv.out_channels
+        or torch.is_grad_enabled()
+        or (torch.compiler.is_compiling() and not exporting())
+        or transforms.active()
+        or hooked(conv, norm)
+        or "forward" in vars(conv)
+        or "forward" in vars(norm)
+    ):
+        return None
+    make = ACTIVATIONS.get(type(activation))
+    alone = make is None or hooked(activation) or "forward" in vars(activation)
+    return Inference(norm, None if alone or make is None else make(activation))
+
+
+def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor) -> torch.Tensor | None:
+    """Features after torch's batch norm and ReLU by one node of the gradient, in evaluation by one launch; None where
+    it may not."""
+    features = input.features
+    if type(relu) is not torch.nn.ReLU or features.shape[1] != norm.num_features or hooked(norm, relu):
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    weight, bias, mean, var, _ = tensors_of(norm)
+    known = not (norm.training or mean is None or var is None)
+    y = settled(features, weight, bias, mean, var, norm.eps, 0.0) if known else None
+    if y is None and serves(features, norm, features.shape[0]):
+        y = trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
+    return y
+
+
+# ---- several tensors, or several branches
+
+
+#: what a table takes
+TENSORS = "a list of SparseConvTensors, at least one"
+
+
+class _Table(SparseModule):
+    def input_spatial_size(self, out_size: Any) -> Any:
+        return out_size
+
+
+class JoinTable(_Table):
+    """Channels of tensors at the same indices, side by side; they may differ in width."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        if not _are_sparse(input):
+            return leaf(self, input, takes=TENSORS)
+        _check_aligned(input, "JoinTable")
+        return input[0].replace_feature(torch.cat([x.features for x in input], 1))
+
+
+class AddTable(_Table):
+    """The sum of tensors at the same indices."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        if not _are_sparse(input):
+            return leaf(self, input, takes=TENSORS)
+        _check_aligned(input, "AddTable")
+        if len({x.features.shape[1] for x in input}) > 1:
+            raise ValueError(f"AddTable takes tensors of one width; got {[tuple(x.features.shape) for x in input]}")
+        total = input[0].features
+        for x in input[1:]:
+            total = total + x.features
+        return input[0].replace_feature(total)
+
+
+class AddTableMisaligned(_Table):
+    """The sum of tensors at different indices, over the union of them; inverse convolutions past it find no key."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        return sparse_add_hash_based(*input) if _are_sparse(input) else leaf(self, input, takes=TENSORS)
+
+
+class ConcatTable(SparseModule):
+    """The results of several modules on one input, as a list."""
+
+    def forward(self, input: Any) -> list[Any]:
+        return [module(input) for module in self._modules.values() if module is not None]
+
+    def add(self, module: torch.nn.Module) -> ConcatTable:
+        """Append a module; returns itself."""
+        self.add_module(str(len(self._modules)), module)
+        return self
+
+    def input_spatial_size(self, out_size: Any) -> Any:
+        first: Any = self._modules["0"]
+        return first.input_spatial_size(out_size)
+
+
+def _are_sparse(input: Any) -> bool:
+    return isinstance(input, Sequence) and bool(input) and all(isinstance(x, SparseConvTensor) for x in input)
+
+
+def _check_aligned(tensors: Sequence[SparseConvTensor], name: str) -> None:
+    first = tensors[0]
+    if any(x.features.ndim != 2 for x in tensors):
+        raise ValueError(f"{name} takes features (N, C); got {[tuple(x.features.shape) for x in tensors]}")
+    for other in tensors[1:]:
+        if (
+            other.spatial_shape != first.spatial_shape
+            or other.batch_size != first.batch_size
+            or surely(other.features.shape[0] != first.features.shape[0])
+            or not first._is_at(other)
+        ):
+            raise ValueError(
+                f"{name} takes tensors at the same indices; got {first.features.shape[0]} of them in "
+                f"{first.spatial_shape} and {other.features.shape[0]} in {other.spatial_shape}: functional.sparse_add "
+                "adds tensors at different ones"
+            )

@@ -1,4 +1,4 @@
-"""Shapes and rulebooks, for code that asks for them by hand."""
+"""``spconv.pytorch.ops``: output shapes and tables of pairs, for code that computes layers by hand."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, whole
-from sparseconv.interop.spconv import constants, pooled_pairs, rulebooks
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.pytorch.geometry import LayerWindow, check_inside, find_plan, pair_table
+from sparseconv.interop.spconv.pytorch import functional
+from sparseconv.interop.spconv.pytorch.geometry import (
+    LayerWindow,
+    check_inside,
+    conv_size,
+    deconv_size,
+    find_plan,
+    pair_table,
+)
 from sparseconv.kinds import check_values
-from sparseconv.ops.pooling import edge_sum
 from sparseconv.plan.convolution import ConvolutionPlan
-
-#: the same sums and maxima, also by these names
-indice_maxpool = pooled_pairs.indice_maxpool
-global_pool_rearrange = pooled_pairs.rows_by_item
 
 Ints = Sequence[int]
 
@@ -38,14 +41,6 @@ def get_conv_output_size(
     return conv_size(*_sizes(input_size, kernel_size, stride, padding, dilation))
 
 
-def conv_size(shape: Sequence[int], kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> list[int]:
-    """`get_conv_output_size` of sizes that were checked."""
-    return [
-        1 if k == -1 else (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip(shape, kernel, stride, padding, dilation)
-    ]
-
-
 def get_deconv_output_size(
     input_size: Sequence[int],
     kernel_size: Sequence[int],
@@ -62,11 +57,6 @@ def get_deconv_output_size(
     if -1 in kernel:
         raise ValueError(f"a transposed convolution needs positive kernel sizes; got {kernel}")
     return deconv_size(shape, kernel, steps, pad, axes(output_padding, len(shape), "output_padding"))
-
-
-def deconv_size(shape: Sequence[int], kernel: Ints, stride: Ints, padding: Ints, extra: Ints) -> list[int]:
-    """`get_deconv_output_size` of sizes that were checked."""
-    return [(n - 1) * s - 2 * p + k + e for n, k, s, p, e in zip(shape, kernel, stride, padding, extra)]
 
 
 def _sizes(*given: Sequence[int]) -> list[list[int]]:
@@ -148,6 +138,11 @@ def _plan(
     return find_plan(voxels, window, shape, subm=subm, transposed=transpose)
 
 
+# ---- layers over such tables
+
+indice_maxpool = functional.indice_maxpool
+
+
 def indice_conv(
     features: torch.Tensor,
     filters: torch.Tensor,
@@ -156,17 +151,12 @@ def indice_conv(
     num_activate_out: int,
     inverse: bool = False,
     subm: bool = False,
-    algo: ConvAlgo | None = None,
-    timer: Any = None,
-    bias: torch.Tensor | None = None,
-    act_alpha: float = 0.0,
-    act_beta: float = 0.0,
-    act_type: Any = None,
+    *options: Any,
+    **named: Any,
 ) -> torch.Tensor:
     """`functional.indice_conv`, or `functional.indice_inverse_conv` where ``inverse``."""
-    run = rulebooks.indice_inverse_conv if inverse else rulebooks.indice_conv
-    given = (features, filters, indice_pairs, indice_pair_num, num_activate_out, algo, timer)
-    return run(*given, bias, act_alpha, act_beta, act_type)
+    run = functional.indice_inverse_conv if inverse else functional.indice_conv
+    return run(features, filters, indice_pairs, indice_pair_num, num_activate_out, *options, **named)
 
 
 def indice_conv_backward(
@@ -181,10 +171,14 @@ def indice_conv_backward(
     timer: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of features and filters of `indice_conv`."""
-    rulebooks.check_features(features)
-    rulebooks.check_features(out_bp)
-    edges = rulebooks.of_pairs(indice_pairs, indice_pair_num, len(features), len(out_bp), inverse)
-    return rulebooks.gradients(features, filters, out_bp, edges)
+    functional.check_features(out_bp)
+    x, w = (t.detach().requires_grad_() for t in (features, filters))
+    with torch.enable_grad():
+        y = indice_conv(x, w, indice_pairs, indice_pair_num, len(out_bp), inverse)
+    if out_bp.shape != y.shape:
+        raise ValueError(f"out_bp must be {tuple(y.shape)}; got {tuple(out_bp.shape)}")
+    of_features, of_filters = torch.autograd.grad(y, (x, w), out_bp)
+    return of_features, of_filters
 
 
 def implicit_gemm(
@@ -194,88 +188,30 @@ def implicit_gemm(
     pair_mask_fwd_splits: Any,
     mask_argsort_fwd_splits: Any,
     num_activate_out: int,
-    masks: Any = None,
-    is_train: bool = True,
-    is_subm: bool = False,
-    timer: Any = None,
-    fp32_accum: bool | None = None,
-    bias: torch.Tensor | None = None,
-    act_alpha: float = 0.0,
-    act_beta: float = 0.0,
-    act_type: Any = None,
+    *options: Any,
+    **named: Any,
 ) -> tuple[torch.Tensor, None, int]:
     """The result of `functional.implicit_gemm`, no mask, and -1 for the mask's width."""
-    given = (features, filters, pair_fwd, None, None, None, None, None, num_activate_out)
-    return rulebooks.implicit_gemm(*given, bias=bias, act_alpha=act_alpha, act_type=act_type), None, -1
-
-
-def implicit_gemm_backward(
-    features: torch.Tensor,
-    filters: torch.Tensor,
-    out_bp: torch.Tensor,
-    pair_fwd: torch.Tensor,
-    pair_bwd: torch.Tensor | None = None,
-    *options: Any,
-    **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of features and filters of `implicit_gemm`; tables but ``pair_fwd``, and flags, have no effect."""
-    rulebooks.check_features(features)
-    rulebooks.check_features(out_bp)
-    return rulebooks.gradients(features, filters, out_bp, rulebooks.of_table(pair_fwd, len(features), len(out_bp)))
-
-
-def indice_maxpool_backward(
-    features: torch.Tensor,
-    out_features: torch.Tensor,
-    out_bp: torch.Tensor,
-    indice_pairs: torch.Tensor,
-    indice_pair_num: torch.Tensor,
-) -> torch.Tensor:
-    """The gradient of the features of `indice_maxpool`; ``out_features`` has no effect."""
-    rulebooks.check_features(features)
-    edges = rulebooks.of_pairs(indice_pairs, indice_pair_num, len(features), len(out_bp))
-    return pooled_pairs.maxpool_gradient(features, out_bp, edges)
+    tables = (pair_fwd, None, None, None, None, None)
+    return functional.implicit_gemm(features, filters, *tables, num_activate_out, *options, **named), None, -1
 
 
 def indice_maxpool_implicit_gemm(
     features: torch.Tensor, indice_pairs: torch.Tensor, num_activate_out: int
 ) -> torch.Tensor:
     """`functional.indice_maxpool_implicit_gemm` by the table (K, N_out) of input rows alone."""
-    return pooled_pairs.indice_maxpool_implicit_gemm(features, indice_pairs, None, num_activate_out)
+    return functional.indice_maxpool_implicit_gemm(features, indice_pairs, None, num_activate_out)
 
 
-def indice_maxpool_implicit_gemm_backward(
-    features: torch.Tensor, out_features: torch.Tensor, out_bp: torch.Tensor, indice_pairs: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the features, by the table (K, N_in) of output rows; ``out_features`` has no effect."""
-    rulebooks.check_features(features)
-    edges = rulebooks.of_table(indice_pairs, len(out_bp), len(features)).reverse()
-    return pooled_pairs.maxpool_gradient(features, out_bp, edges)
-
-
-def indice_avgpool_implicit_gemm(
-    features: torch.Tensor, indice_pairs: torch.Tensor, num_activate_out: int, calc_count: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`functional.indice_avgpool_implicit_gemm`, and how many rows each output sees (N_out,), none if not asked for."""
-    mean = pooled_pairs.indice_avgpool_implicit_gemm(features, indice_pairs, None, num_activate_out)
-    counts = (indice_pairs >= 0).sum(0, dtype=torch.int32)
-    return mean, counts if calc_count else counts.new_empty(0)
-
-
-def indice_avgpool_implicit_gemm_backward(
-    out_bp: torch.Tensor, indice_pairs: torch.Tensor, count_out: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the features (N_in, C), by the table (K, N_in) of output rows and the counts (N_out,)."""
-    rulebooks.check_features(out_bp)
-    check_values("count_out", count_out, f"({len(out_bp)},) integers")
-    if count_out.shape != out_bp.shape[:1]:
-        raise ValueError(f"count_out must be ({len(out_bp)},); got {tuple(count_out.shape)}")
-    edges = rulebooks.of_table(indice_pairs, len(out_bp), indice_pairs.shape[-1])
-    counts = count_out.clamp(min=1)[:, None].to(out_bp.dtype)
-    return edge_sum(out_bp * counts if constants.POOL_AS_SPCONV else out_bp / counts, edges)
-
-
-def maximum_value_int_(ten: torch.Tensor, value: int) -> None:
-    """Raise the numbers of a tensor below ``value`` to it, in place."""
-    check_values("ten", ten, "integers")
-    ten.clamp_(min=value)
+def global_pool_rearrange(coords: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of each batch item (B, N) int32, of which so many are meant: (B,) int32; -1 behind them."""
+    check_values("coords", coords, "(N, 1 + D) integers")
+    (batch_size,) = whole([batch_size], "batch_size", 0)
+    if coords.ndim != 2 or coords.dtype not in INTEGERS:
+        raise ValueError(f"coords must be (N, 1 + D) integers, batch first; got {tuple(coords.shape)} {coords.dtype}")
+    own = coords[:, 0] == torch.arange(batch_size, device=coords.device)[:, None]
+    place = own.cumsum(1) - 1
+    rows = torch.full(own.shape, -1, dtype=torch.int32, device=coords.device)
+    item, row = own.nonzero().unbind(1)
+    rows[item, place[item, row]] = row.int()
+    return rows, own.sum(1, dtype=torch.int32)

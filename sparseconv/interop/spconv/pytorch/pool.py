@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import axes, check_algorithm
+from sparseconv.interop.arguments import REQUIRED, axes, check_algorithm
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
-from sparseconv.interop.spconv.layer import RECORD, Size
-from sparseconv.interop.spconv.pooled_pairs import SpconvMean
+from sparseconv.interop.spconv.pytorch.conv import RECORD, Size
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
-from sparseconv.interop.spconv.pytorch.modules import SparseModule
-from sparseconv.interop.spconv.pytorch.ops import conv_size
+from sparseconv.interop.spconv.pytorch.functional import SpconvMean
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, conv_size, find_plan
+from sparseconv.interop.spconv.pytorch.modules import SparseModule, of_ranks
 from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.ops import global_pooling, pooling
@@ -136,73 +135,22 @@ class SparseGlobalAvgPool(SparseModule):
         return global_pooling.global_avg_pool(input.features, input.voxels)
 
 
-class _Ranked(_Pool):
-    """A pool on ``rank`` axes whose stride defaults to its kernel size."""
+_ARGUMENTS = "kernel_size stride padding dilation indice_key algo record_voxel_count name"
+_DEFAULTS = {"kernel_size": REQUIRED, "stride": None}
 
-    rank = 3
-
-    def __init__(
-        self,
-        kernel_size: Size,
-        stride: Size | None = None,
-        padding: Size = 0,
-        dilation: Size = 1,
-        indice_key: str | None = None,
-        algo: ConvAlgo | None = None,
-        record_voxel_count: bool = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(
-            self.rank, kernel_size, stride, padding, dilation, indice_key, False, algo, record_voxel_count, name
-        )
-
-
-class SparseMaxPool1d(_Ranked, SparseMaxPool):
-    """Max pooling on one axis; the stride defaults to the kernel size."""
-
-    rank = 1
-
-
-class SparseMaxPool2d(_Ranked, SparseMaxPool):
-    """Max pooling on two axes; the stride defaults to the kernel size."""
-
-    rank = 2
-
-
-class SparseMaxPool3d(_Ranked, SparseMaxPool):
-    """Max pooling on three axes; the stride defaults to the kernel size."""
-
-    rank = 3
-
-
-class SparseMaxPool4d(_Ranked, SparseMaxPool):
-    """Max pooling on four axes; the stride defaults to the kernel size."""
-
-    rank = 4
-
-
-class SparseAvgPool1d(_Ranked, SparseAvgPool):
-    """Average pooling on one axis; the stride defaults to the kernel size."""
-
-    rank = 1
-
-
-class SparseAvgPool2d(_Ranked, SparseAvgPool):
-    """Average pooling on two axes; the stride defaults to the kernel size."""
-
-    rank = 2
-
-
-class SparseAvgPool3d(_Ranked, SparseAvgPool):
-    """Average pooling on three axes; the stride defaults to the kernel size."""
-
-    rank = 3
-
-
-class SparseAvgPool4d(_Ranked, SparseAvgPool):
-    """Average pooling on four axes; the stride defaults to the kernel size."""
-
-    rank = 4
-
+SparseMaxPool1d, SparseMaxPool2d, SparseMaxPool3d, SparseMaxPool4d = of_ranks(
+    SparseMaxPool,
+    "SparseMaxPool",
+    "Max pooling on {}; the stride defaults to the kernel size.",
+    _ARGUMENTS,
+    _DEFAULTS,
+)
+SparseAvgPool1d, SparseAvgPool2d, SparseAvgPool3d, SparseAvgPool4d = of_ranks(
+    SparseAvgPool,
+    "SparseAvgPool",
+    "Average pooling on {}; the stride defaults to the kernel size.",
+    _ARGUMENTS,
+    _DEFAULTS,
+)
 
 ALL_POOL_LAYERS = {SparseMaxPool, SparseAvgPool, *SparseMaxPool.__subclasses__(), *SparseAvgPool.__subclasses__()}

@@ -11,8 +11,10 @@ from sparseconv import transforms
 from sparseconv.geometry.arguments import INTEGERS, numbers, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import axes, is_unwritten, lower_corners, settled
+from sparseconv.interop.torchsparse import conventions as conv_config  # noqa: F401
 from sparseconv.interop.torchsparse import geometry
-from sparseconv.interop.torchsparse.conventions import (
+from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
+    Dataflow,
     Version,
     get_downsample_mode,
     get_kmap_mode,
@@ -20,8 +22,6 @@ from sparseconv.interop.torchsparse.conventions import (
     set_downsample_mode,
     set_kmap_mode,
 )
-from sparseconv.interop.torchsparse.nn import conv_config
-from sparseconv.interop.torchsparse.nn.conv_config import Dataflow
 from sparseconv.interop.torchsparse.tensor import (
     Ints,
     SparseTensor,
@@ -39,30 +39,6 @@ from sparseconv.kinds import check_values
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
 from sparseconv.torch_private import tracing
-
-__all__ = [
-    "Dataflow",
-    "calc_ti_weights",
-    "conv3d",
-    "conv_config",
-    "get_downsample_mode",
-    "get_kmap_mode",
-    "global_avg_pool",
-    "global_max_pool",
-    "leaky_relu",
-    "relu",
-    "set_conv_mode",
-    "set_downsample_mode",
-    "set_kmap_mode",
-    "silu",
-    "spcount",
-    "spcrop",
-    "spdevoxelize",
-    "spdownsample",
-    "sphash",
-    "sphashquery",
-    "spvoxelize",
-]
 
 #: FNV-1a, its offset as a signed integer
 _OFFSET, _PRIME = 14695981039346656037 - 2**64, 1099511628211

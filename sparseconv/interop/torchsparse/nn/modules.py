@@ -1,19 +1,40 @@
-"""Layers with torchsparse's names, arguments and weights: ``kernel`` (V, C_in, C_out), ``bias`` (C_out,)."""
+"""``torchsparse.nn.modules``: layers, with weights ``kernel`` (V, C_in, C_out) and ``bias`` (C_out,)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, whole
-from sparseconv.interop.torchsparse.conventions import Version, get_version
+from sparseconv.interop.torchsparse.conventions import Version, get_version, make_ntuple
 from sparseconv.interop.torchsparse.nn import functional as F
-from sparseconv.interop.torchsparse.nn.utils import fapply
-from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner
+from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner, multiplied, outer
 from sparseconv.ops.points import PointGroups
+from sparseconv.ops.pooling import sum_pool
+from sparseconv.plan.convolution import ConvolutionPlan
+
+
+def fapply(input: SparseTensor, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> SparseTensor:
+    """The tensor with ``fn`` of its features."""
+    return checked(input).like(fn(input.feats, *args, **kwargs))
+
+
+def get_kernel_offsets(size: Any, stride: Any = 1, dilation: Any = 1, device: Any = "cpu") -> torch.Tensor:
+    """(V, 3) int32: the taps of a kernel in the order of a layer's weight, from -(k - 1) // 2 on every axis.
+
+    >>> get_kernel_offsets((1, 1, 2)).tolist()
+    [[0, 0, 0], [0, 0, 1]]
+    """
+    kernel, steps, gaps = (make_ntuple(v, 3) for v in (size, stride, dilation))
+    axes = [(torch.arange(k) - (k - 1) // 2) * s * d for k, s, d in zip(kernel, steps, gaps)]
+    odd = kernel[0] * kernel[1] * kernel[2] % 2
+    taps = torch.cartesian_prod(*axes[::-1]).flip(1) if odd else torch.cartesian_prod(*axes)
+    return taps.int().to(device)
 
 
 class Conv3d(torch.nn.Module):
@@ -178,3 +199,196 @@ class SparseCrop(torch.nn.Module):
 
     def forward(self, input: SparseTensor) -> SparseTensor:
         return F.spcrop(input, self.coords_min, self.coords_max)
+
+
+# ---- layers from voxels to a map seen from above: one axis, usually the height, goes into channels or is summed up
+#
+# ``dim`` counts the axes x, y, z from 0, in both conventions of `set_version`. Numbers are those of torchsparse 1.4 and
+# 2.0; in 2.1 these layers take the batch for an axis, or raise.
+
+
+def _axis(dim: int) -> int:
+    (found,) = whole([dim], "dim", 0)
+    if found > 2:
+        raise ValueError(f"dim must be 0, 1 or 2, an axis of x, y, z; got {dim}")
+    return found
+
+
+def _flattened(grid: VoxelGrid, dim: int) -> VoxelGrid:
+    """The voxels of a grid (batch, z, y, x) with 0 along an axis, each once."""
+    coords = grid.coords.clone()
+    coords[:, 3 - dim] = 0
+    return VoxelGrid(torch.unique(coords, dim=0), grid.batch_size)
+
+
+def _summed(
+    input: SparseTensor, kernel: torch.Tensor, bias: torch.Tensor | None, dim: int
+) -> tuple[torch.Tensor, VoxelGrid]:
+    """The sum over each column of features times the matrix of their height, and the columns."""
+    grid, count = input.grid, len(kernel)
+    low, high = grid.extent.start[2 - dim], grid.extent.end[2 - dim]
+    if len(grid) and (low < 0 or high > count):
+        raise ValueError(
+            f"along axis {dim} there are voxels from {low} to {high - 1}, and kernels for 0 to {count - 1}: "
+            "a layer needs a kernel for each height"
+        )
+    taps = [tuple(height if axis == 2 - dim else 0 for axis in range(3)) for height in range(count)]
+    plan = ConvolutionPlan(grid, taps=taps, target=_flattened(grid, dim))
+    total = plan.execute(input.feats, kernel)
+    if bias is not None:  # of each voxel, as in torchsparse
+        total = total + sum_pool(torch.ones_like(input.feats[:, :1], requires_grad=False), plan) * bias
+    return total, plan.target
+
+
+class _Kernels(torch.nn.Module):
+    def __init__(self, in_channels: int, out_channels: int, count: int, dim: int, bias: bool) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
+        (self.n_kernels,) = whole([count], "n_kernels", 1)
+        self.dim = _axis(dim)
+        self.kernel = torch.nn.Parameter(torch.empty(self.n_kernels, self.in_channels, self.out_channels))
+        self.bias: torch.nn.Parameter | None
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(1, self.out_channels)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(C_in); the bias stays."""
+        bound = 1 / math.sqrt(self.in_channels)
+        torch.nn.init.uniform_(self.kernel, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}, n_kernels={self.n_kernels}, dim={self.dim}"
+
+
+class ToBEVConvolution(_Kernels):
+    """A matrix for each height, summed up over columns: a sparse map, 0 along ``dim``.
+
+    Args:
+        in_channels, out_channels: channels.
+        n_kernels: heights that there may be, in units of the tensor's stride.
+        stride: columns of so many cells an axis are one, and the tensor's stride is so many times larger.
+        dim: the axis of the height.
+        bias: add a number to each channel, for each voxel of a column.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, n_kernels: int, stride: int = 1, dim: int = 1, bias: bool = False
+    ) -> None:
+        super().__init__(in_channels, out_channels, n_kernels, dim, bias)
+        (self.stride,) = whole([stride], "stride", 1)
+
+    def forward(self, input: SparseTensor) -> SparseTensor:
+        total, columns = _summed(checked(input), self.kernel, self.bias, self.dim)
+        if self.stride > 1:
+            coords = torch.div(columns.coords, self.stride, rounding_mode="floor")
+            coords[:, 0] = columns.coords[:, 0]
+            coarse, rows = torch.unique(coords, dim=0, return_inverse=True)
+            total = PointGroups(rows, len(coarse)).reduce(total, "sum")
+            columns = VoxelGrid(coarse, columns.batch_size)
+        steps = multiplied(input.stride, (self.stride,) * 3)
+        return SparseTensor(total, outer(columns, steps), steps)
+
+
+class ToDenseBEVConvolution(_Kernels):
+    """A matrix for each height, summed up over columns: a dense map (B, C_out, U, V) of the other two axes.
+
+    Args:
+        in_channels, out_channels: channels.
+        shape: cells of the axes x, y, z, in units of the tensor's stride.
+        offset: taken off the coordinates of the map, in their own unit.
+        dim: the axis of the height.
+        bias: add a number to each channel, for each voxel of a column.
+    """
+
+    shape: torch.Tensor
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        shape: Sequence[int] | torch.Tensor,
+        offset: Sequence[int] = (0, 0, 0),
+        dim: int = 1,
+        bias: bool = False,
+    ) -> None:
+        cells, axis = axes(shape, 3, "shape", 1), _axis(dim)
+        super().__init__(in_channels, out_channels, cells[axis], axis, bias)
+        _keep_box(self, cells, offset)
+
+    def forward(self, input: SparseTensor) -> torch.Tensor:
+        total, columns = _summed(checked(input), self.kernel, self.bias, self.dim)
+        flat = SparseTensor(total, outer(columns, input.stride), input.stride)
+        return _dense(self, self.dim, flat, total, heights=1)
+
+
+class ToBEVHeightCompression(torch.nn.Module):
+    """Heights side by side in the channels: a dense map (B, heights * C, U, V), the channels of a height together.
+
+    Args:
+        channels: C.
+        shape, offset, dim: as of `ToDenseBEVConvolution`. Heights outside of ``shape`` go to its ends.
+    """
+
+    shape: torch.Tensor
+
+    def __init__(
+        self, channels: int, shape: Sequence[int] | torch.Tensor, offset: Sequence[int] = (0, 0, 0), dim: int = 1
+    ) -> None:
+        super().__init__()
+        (self.channels,) = whole([channels], "channels", 1)
+        self.dim = _axis(dim)
+        _keep_box(self, axes(shape, 3, "shape", 1), offset)
+
+    def forward(self, input: SparseTensor) -> torch.Tensor:
+        return _dense(self, self.dim, checked(input), input.feats, heights=int(self.shape[self.dim]))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}"
+
+
+class ToBEVReduction(torch.nn.Module):
+    """The mean of each column along ``dim``: a sparse map, 0 along it."""
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        self.dim = _axis(dim)
+
+    def forward(self, input: SparseTensor) -> SparseTensor:
+        grid = checked(input).grid
+        columns = _flattened(grid, self.dim)
+        coords = grid.coords.clone()
+        coords[:, 3 - self.dim] = 0
+        mean = PointGroups(columns.lookup(coords), len(columns)).reduce(input.feats, "mean")
+        return SparseTensor(mean, outer(columns, input.stride), input.stride)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+def _keep_box(module: torch.nn.Module, cells: list[int], offset: Sequence[int]) -> None:
+    """``shape`` and ``offset`` as the buffers that torchsparse's files have."""
+    module.register_buffer("offset", torch.tensor([[*axes(offset, 3, "offset"), 0]], dtype=torch.int32))
+    module.register_buffer("shape", torch.tensor(cells, dtype=torch.int32))
+
+
+def _dense(module: torch.nn.Module, dim: int, input: SparseTensor, feats: torch.Tensor, heights: int) -> torch.Tensor:
+    """Features in (B, heights * C, U, V); heights go to the nearest that there is."""
+    offset, shape = module.get_buffer("offset")[0, :3], module.get_buffer("shape").tolist()
+    first = get_version() is Version.FIRST
+    moved = input.coords - torch.nn.functional.pad(offset, (1, 0) if first else (0, 1))
+    cells = inner(moved, input.stride).long()
+    height = cells[:, 3 - dim].clamp(0, heights - 1)
+    seen = [axis for axis in range(3) if axis != dim]
+    (u, v), (wide, deep) = (cells[:, 3 - axis] for axis in seen), (shape[axis] for axis in seen)
+    outside = (u < 0) | (u >= wide) | (v < 0) | (v >= deep)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"voxel {input.coords[row].tolist()} lies outside of a map of {wide} x {deep} cells at stride "
+            f"{input.stride}: pass a larger shape, or an offset"
+        )
+    batch = int(cells[:, 0].max()) + 1 if len(cells) else 0
+    at = ((cells[:, 0] * wide + u) * deep + v) * heights + height
+    flat = feats.new_zeros(batch * wide * deep * heights, feats.shape[1])
+    whole_map = flat.index_add(0, at, feats).view(batch, wide, deep, -1)
+    return whole_map.permute(0, 3, 1, 2).contiguous()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from sparseconv.interop.minkowski.nn.convolution import MinkowskiConvolution
-from sparseconv.interop.minkowski.nn.nonlinearity import MinkowskiReLU
-from sparseconv.interop.minkowski.nn.normalization import MinkowskiBatchNorm
+from sparseconv.interop.minkowski.features import MinkowskiBatchNorm, MinkowskiLinear, MinkowskiReLU, MinkowskiSigmoid
+from sparseconv.interop.minkowski.layers import (
+    MinkowskiBroadcastMultiplication,
+    MinkowskiConvolution,
+    MinkowskiGlobalPooling,
+)
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
 
 
@@ -76,3 +79,64 @@ class Bottleneck(_Block):
     expansion = 4
     sizes = (1, 3, 1)
     strided = 1
+
+
+# ---- Residual blocks with squeeze and excitation
+
+
+class SELayer(torch.nn.Module):
+    """Each channel times a number in (0, 1) that two linear layers make of the item's means."""
+
+    def __init__(self, channel: int, reduction: int = 16, D: int = -1) -> None:
+        super().__init__()
+        self.fc = torch.nn.Sequential(
+            MinkowskiLinear(channel, channel // reduction),
+            MinkowskiReLU(inplace=True),
+            MinkowskiLinear(channel // reduction, channel),
+            MinkowskiSigmoid(),
+        )
+        self.pooling = MinkowskiGlobalPooling()
+        self.broadcast_mul = MinkowskiBroadcastMultiplication()
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return self.broadcast_mul(x, self.fc(self.pooling(x)))
+
+
+class SEBasicBlock(BasicBlock):
+    """`BasicBlock` with an `SELayer` behind its last norm; ``D`` is the number of axes."""
+
+    def __init__(
+        self,
+        inplanes: int,
+        planes: int,
+        stride: int = 1,
+        dilation: int = 1,
+        downsample: torch.nn.Module | None = None,
+        reduction: int = 16,
+        D: int = -1,
+    ) -> None:
+        super().__init__(inplanes, planes, stride, dilation, downsample, dimension=D)
+        self.se = SELayer(planes * self.expansion, reduction, D)
+
+    def branch(self, x: SparseTensor) -> SparseTensor:
+        return self.se(super().branch(x))
+
+
+class SEBottleneck(Bottleneck):
+    """`Bottleneck` with an `SELayer` behind its last norm; ``D`` is the number of axes."""
+
+    def __init__(
+        self,
+        inplanes: int,
+        planes: int,
+        stride: int = 1,
+        dilation: int = 1,
+        downsample: torch.nn.Module | None = None,
+        D: int = 3,
+        reduction: int = 16,
+    ) -> None:
+        super().__init__(inplanes, planes, stride, dilation, downsample, dimension=D)
+        self.se = SELayer(planes * self.expansion, reduction, D)
+
+    def branch(self, x: SparseTensor) -> SparseTensor:
+        return self.se(super().branch(x))

@@ -1,18 +1,234 @@
-"""Kernels: which neighbours a voxel sees, and in what order."""
+"""The enumerations of MinkowskiEngine, and integers given for every axis."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from enum import Enum
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from sparseconv.geometry.ranges import Ints
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import lower_corners, settled
-from sparseconv.interop.minkowski.kinds import Axes, RegionType, positive, rank_of, region_of
-from sparseconv.kinds import as_tensor
+from sparseconv.interop.arguments import axes, lower_corners, settled, whole
+from sparseconv.kinds import as_tensor, check_kind
+
+#: one integer, or one an axis
+Axes: TypeAlias = int | Sequence[int] | np.ndarray | torch.Tensor
+
+
+class RegionType(Enum):
+    """The shape of a kernel. The spellings without an underscore, and ``HYBRID``, are those of version 0.4."""
+
+    HYPER_CUBE = 0
+    HYPER_CROSS = 1
+    CUSTOM = 2
+    HYBRID = 3
+    HYPERCUBE = 0  # noqa: PIE796
+    HYPERCROSS = 1  # noqa: PIE796
+
+
+def region_of(value: RegionType | int) -> RegionType:
+    """A shape, or the one of this number: TypeError or ValueError for anything else."""
+    if isinstance(value, RegionType):
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"region_type must be a RegionType; got {value!r}")
+    if value not in [kind.value for kind in RegionType]:
+        raise ValueError(f"region_type must be a RegionType, or its number of {list(RegionType)}; got {value!r}")
+    return RegionType(value)
+
+
+class PoolingMode(Enum):
+    """What a pooling layer computes. The three spellings of a global mode give the same numbers here."""
+
+    LOCAL_SUM_POOLING = 0
+    LOCAL_AVG_POOLING = 1
+    LOCAL_MAX_POOLING = 2
+    GLOBAL_SUM_POOLING_DEFAULT = 3
+    GLOBAL_AVG_POOLING_DEFAULT = 4
+    GLOBAL_MAX_POOLING_DEFAULT = 5
+    GLOBAL_SUM_POOLING_KERNEL = 6
+    GLOBAL_AVG_POOLING_KERNEL = 7
+    GLOBAL_MAX_POOLING_KERNEL = 8
+    GLOBAL_SUM_POOLING_PYTORCH_INDEX = 9
+    GLOBAL_AVG_POOLING_PYTORCH_INDEX = 10
+    GLOBAL_MAX_POOLING_PYTORCH_INDEX = 11
+
+
+class BroadcastMode(Enum):
+    """What a broadcast does with the features of a batch item."""
+
+    ELEMENTWISE_ADDITON = 0  # spelled as in MinkowskiEngine
+    ELEMENTWISE_MULTIPLICATION = 1
+
+
+class ConvolutionMode(Enum):
+    """Accepted, without effect: the backend is chosen by sparseconv."""
+
+    DEFAULT = 0
+    DIRECT_GEMM = 1
+    COPY_GEMM = 2
+
+
+class CoordinateMapType(Enum):
+    """Accepted, without effect: coordinates stay on the device where they are."""
+
+    CPU = 0
+    CUDA = 1
+
+
+class GPUMemoryAllocatorType(Enum):
+    """Accepted, without effect: torch allocates."""
+
+    PYTORCH = 0
+    CUDA = 1
+
+
+class MinkowskiAlgorithm(Enum):
+    """Accepted, without effect: one algorithm serves all."""
+
+    DEFAULT = 0
+    MEMORY_EFFICIENT = 1
+    SPEED_OPTIMIZED = 2
+
+
+class SparseTensorOperationMode(Enum):
+    """Whether a new tensor gets a coordinate manager of its own, or the global one."""
+
+    SEPARATE_COORDINATE_MANAGER = 0
+    SHARE_COORDINATE_MANAGER = 1
+
+
+class SparseTensorQuantizationMode(Enum):
+    """What becomes of the features of points that share a voxel."""
+
+    RANDOM_SUBSAMPLE = 0
+    UNWEIGHTED_AVERAGE = 1
+    UNWEIGHTED_SUM = 2
+    NO_QUANTIZATION = 3
+    MAX_POOL = 4
+    SPLAT_LINEAR_INTERPOLATION = 5
+
+
+def convert_to_int_list(arg: Axes, dimension: int) -> list[int]:
+    """One integer an axis.
+
+    Raises:
+        ValueError: a sequence of another length. TypeError: no integers.
+
+    >>> convert_to_int_list(2, 3)
+    [2, 2, 2]
+    """
+    return axes(arg, dimension, "sizes")
+
+
+def convert_to_int_tensor(arg: Axes, dimension: int) -> torch.Tensor:
+    """One integer an axis, (D,) int32."""
+    return torch.tensor(convert_to_int_list(arg, dimension), dtype=torch.int32)
+
+
+def positive(name: str, arg: Axes, dimension: int) -> list[int]:
+    """One integer of at least 1 an axis; raises ValueError for others, naming them."""
+    return axes(arg, dimension, name, 1)
+
+
+def rank_of(dimension: int | None) -> int:
+    """A number of axes."""
+    if not isinstance(dimension, int) or not 1 <= dimension <= 4:
+        raise ValueError(f"dimension must be the number of axes, 1 to 4; got {dimension!r}")
+    return dimension
+
+
+def check_mode(name: str, value: object, kind: type[Enum]) -> None:
+    """Raise TypeError unless ``value`` is of this enumeration."""
+    if not isinstance(value, kind):
+        check_kind(name, value, kind, f"pass one of {', '.join(kind.__members__)}")
+
+
+# ---- The names of sets of voxels
+
+
+#: tensor stride and a string that tells apart sets of one stride
+Key = tuple[tuple[int, ...], str]
+
+
+class CoordinateMapKey:
+    """The name of a set of voxels in a coordinate manager: its tensor stride, and a string.
+
+    Args:
+        size_or_stride: the number of columns of the coordinates, for a key that a layer sets later; or the tensor
+            stride, one integer an axis.
+        string_id: tells apart sets of one tensor stride; given, it makes a key that is set.
+
+    >>> key = CoordinateMapKey([2, 2], "")
+    >>> key, key.get_tensor_stride(), CoordinateMapKey(3).is_key_set()
+    (coordinate map key:[2, 2], [2, 2], False)
+    """
+
+    def __init__(self, size_or_stride: int | Sequence[int], string_id: str | None = None) -> None:
+        self._key: Key | None = None
+        if isinstance(size_or_stride, int):
+            (self._size,) = whole([size_or_stride], "size_or_stride", 2)
+        else:
+            stride = whole(size_or_stride, "size_or_stride", 0)
+            self._size = len(stride) + 1
+            self.set_key(stride, "" if string_id is None else string_id)
+
+    @classmethod
+    def of(cls, key: Key) -> CoordinateMapKey:
+        """The key object of a stride and a string."""
+        return cls(list(key[0]), key[1])
+
+    @property
+    def key(self) -> Key:
+        """The stride and the string; raises ValueError where no layer has set them yet."""
+        if self._key is None:
+            raise ValueError("this coordinate map key is not set: a layer sets it when it makes its output's voxels")
+        return settled(self._key[0]), self._key[1]
+
+    def is_key_set(self) -> bool:
+        return self._key is not None
+
+    def get_coordinate_size(self) -> int:
+        """Columns of the coordinates, the batch included."""
+        return self._size
+
+    def get_key(self) -> tuple[list[int], str]:
+        return list(self.key[0]), self.key[1]
+
+    def set_key(self, stride: Any, string_id: str | None = None) -> None:
+        """Set the stride and the string, given apart or as one pair."""
+        if string_id is None:
+            stride, string_id = stride
+        stride = whole(stride, "stride", 0)
+        check_kind("string_id", string_id, str, "pass the string that tells apart sets of one stride")
+        if len(stride) + 1 != self._size:
+            raise ValueError(f"a key of {self._size} columns takes a stride of {self._size - 1} axes; got {stride}")
+        self._key = tuple(stride), string_id
+
+    def get_tensor_stride(self) -> list[int]:
+        return list(self.key[0])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, CoordinateMapKey)
+            and self._key is not None
+            and (other._key is not None and self.key == other.key)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        if self._key is None:
+            return "coordinate map key:not set"
+        return f"coordinate map key:{list(self._key[0])}" + (f":{self._key[1]}" if self._key[1] else "")
+
+
+# ---- Kernels: which neighbours a voxel sees, and in what order
 
 
 class KernelGenerator:

@@ -1,4 +1,4 @@
-"""Scenes put together in a batch."""
+"""``torchsparse.utils``: batches of scenes, quantization, integers for every axis, dense arrays."""
 
 from __future__ import annotations
 
@@ -7,10 +7,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparseconv.geometry.arguments import bounds, numbers
+from sparseconv.geometry.keys import KeySpace
+from sparseconv.geometry.ranges import IndexRange
 from sparseconv.interop.arguments import lower_corners
-from sparseconv.interop.torchsparse.conventions import Version, get_version
-from sparseconv.interop.torchsparse.tensor import SparseTensor
-from sparseconv.kinds import check_kind
+from sparseconv.interop.torchsparse.conventions import Version, get_version, make_ntuple  # noqa: F401
+from sparseconv.interop.torchsparse.tensor import SparseTensor, to_dense  # noqa: F401
+from sparseconv.kinds import as_tensor, check_kind
+
+
+def make_tensor(x: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """A tensor of numbers on a device."""
+    return torch.as_tensor(x, dtype=dtype, device=device)
+
+
+def make_divisible(x: int, divisor: int) -> int:
+    """The smallest multiple of the divisor that is not below x."""
+    return (x + divisor - 1) // divisor * divisor
+
+
+# ---- Scenes put together in a batch
 
 
 def sparse_collate(inputs: list[SparseTensor]) -> SparseTensor:
@@ -50,3 +66,30 @@ def sparse_collate_fn(inputs: list[Any]) -> Any:
         else:
             batch[name] = sparse_collate(values) if isinstance(first, SparseTensor) else values
     return batch
+
+
+# ---- Points -> the voxels that hold them
+
+
+def sparse_quantize(
+    coords: Any, voxel_size: Any = 1, *, return_index: bool = False, return_inverse: bool = False
+) -> Any:
+    """The distinct voxels floor(c / voxel_size) of points (N, 3), numpy arrays, in lexicographic order.
+
+    Returns:
+        voxels (M, 3) int32; where asked, a list of them, the first point of each (M,), the voxel of each point (N,).
+
+    >>> sparse_quantize(np.array([[0.1, 0, 0], [0.2, 0, 0]]), 0.5, return_inverse=True)[1].tolist()
+    [0, 0]
+    """
+    points = as_tensor("coords", coords)
+    if points.ndim != 2 or points.shape[1] != 3:
+        raise ValueError(f"coords must be (N, 3); got {tuple(points.shape)}")
+    size = torch.tensor(numbers(voxel_size, 3, "voxel_size", positive=True), dtype=torch.float64)
+    cells = lower_corners("coords", points.double() / size).numpy()
+    low, high = bounds(torch.from_numpy(cells))
+    space = KeySpace(IndexRange(low, tuple(h + 1 for h in high)))
+    keys = space.keys(torch.from_numpy(cells)).numpy()
+    _, index, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    results = [cells[index], *[index] * return_index, *[inverse] * return_inverse]
+    return results[0] if len(results) == 1 else results

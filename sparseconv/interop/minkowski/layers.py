@@ -1,0 +1,758 @@
+"""Layers with MinkowskiEngine's names: convolutions, pools, pruning, union, interpolation and broadcasts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sparseconv import transforms
+from sparseconv.geometry.arguments import INTEGERS, check_mask, no_batch
+from sparseconv.interop.arguments import settled, specialized, whole
+from sparseconv.interop.minkowski.common import (
+    Axes,
+    BroadcastMode,
+    ConvolutionMode,
+    CoordinateMapKey,
+    KernelGenerator,
+    PoolingMode,
+    RegionType,
+    rank_of,
+)
+from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager, divided, same
+from sparseconv.interop.minkowski.sparse_tensor import (
+    SparseTensor,
+    TensorField,
+    checked_at,
+    checked_features,
+    features_of,
+)
+from sparseconv.kinds import check_kind, check_values, described
+from sparseconv.ops.neighborhood import depthwise_convolution
+from sparseconv.ops.points import PointGroups, Reduce
+from sparseconv.ops.pooling import avg_pool, max_pool, sum_pool
+from sparseconv.torch_private import tracing
+
+#: coordinates that a layer is given for its output: (M, 1+D), a key of the same manager, or a tensor with one
+Place = torch.Tensor | CoordinateMapKey | SparseTensor
+
+
+def check_input(input: Any, dimension: int | None) -> None:
+    """Raise unless a layer of so many axes, or of any, can take this."""
+    if not isinstance(input, SparseTensor):
+        raise TypeError(f"the layer takes a SparseTensor of MinkowskiEngine's, not {described(input)}")
+    if dimension not in (None, input.D):
+        advice = f". {no_batch(input.D)}" if dimension == input.D + 1 else ""
+        raise ValueError(f"the layer has dimension={dimension}; the input has {input.D} axes{advice}")
+
+
+def place_key(
+    input: SparseTensor, manager: Any, coordinates: Place | None, kernel: KernelGenerator, transposed: bool = False
+) -> CoordinateMapKey | None:
+    """The key of given coordinates, which lie at the output's tensor stride; None where there are none."""
+    if coordinates is None or isinstance(coordinates, CoordinateMapKey):
+        return coordinates
+    if isinstance(coordinates, SparseTensor):
+        if not same(coordinates.coordinate_manager, manager):
+            raise ValueError("the tensor whose coordinates the output takes has another coordinate manager")
+        return coordinates.key
+    if not isinstance(coordinates, torch.Tensor):
+        raise TypeError(
+            f"coordinates must be a tensor (M, 1+D), a CoordinateMapKey or a SparseTensor; got {coordinates!r}"
+        )
+    own, steps = input.tensor_stride, settled(kernel.kernel_stride)
+    stride = divided(own, steps) if transposed else [t * s for t, s in zip(own, steps)]
+    return manager.insert_and_map(coordinates, stride)[0]
+
+
+def ends(
+    key: CoordinateMapKey,
+    out_key: CoordinateMapKey | None,
+    manager: Any,
+    kernel: KernelGenerator,
+    transposed: bool = False,
+    expand: bool = False,
+) -> CoordinateMapKey:
+    """The key of a layer's output: the one given, set to the voxels that the kernel reaches where it was not."""
+    if out_key is not None and out_key.is_key_set():
+        return out_key
+    reached = manager.reached(key, kernel, transposed, expand)
+    if out_key is None:
+        return reached
+    out_key.set_key(*reached.get_key())
+    return out_key
+
+
+# ---- Convolutions with MinkowskiEngine's names and weights: ``kernel`` (V, C_in, C_out), ``bias`` (1, C_out)
+
+
+class MinkowskiModuleBase(torch.nn.Module):
+    """The class of all layers here."""
+
+
+def _convolve(
+    features: torch.Tensor,
+    kernel: torch.Tensor,
+    generator: KernelGenerator,
+    in_key: CoordinateMapKey,
+    out_key: CoordinateMapKey | None,
+    manager: CoordinateManager,
+    transposed: bool,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, CoordinateMapKey]:
+    out_key = ends(in_key, out_key, manager, generator, transposed, generator.expand_coordinates)
+    plan = manager.plan(in_key, out_key, generator, transposed)
+    taps = kernel if kernel.ndim == 3 else kernel[None]
+    return plan.execute(features, taps, None if bias is None else bias.reshape(-1)), out_key
+
+
+def gradcheck(func: Any, inputs: Any, **options: Any) -> bool:
+    """``torch.autograd.gradcheck`` of ``func.apply``, for the functions here."""
+    return torch.autograd.gradcheck(lambda *x: func.apply(*x), inputs, **options)
+
+
+class MinkowskiConvolutionFunction:
+    """The convolution as a function of features and kernel; differentiable to any order."""
+
+    transposed = False
+
+    @classmethod
+    def apply(
+        cls,
+        input_features: torch.Tensor,
+        kernel_weights: torch.Tensor,
+        kernel_generator: KernelGenerator,
+        convolution_mode: ConvolutionMode,
+        in_coordinate_map_key: CoordinateMapKey,
+        out_coordinate_map_key: CoordinateMapKey | None = None,
+        coordinate_manager: CoordinateManager | None = None,
+    ) -> torch.Tensor:
+        """Features (N, C_in) -> (N_out, C_out); an output key that is not set is set to the voxels reached."""
+        if coordinate_manager is None:
+            raise TypeError("coordinate_manager must be the manager of the keys; got None")
+        ends = in_coordinate_map_key, out_coordinate_map_key
+        return _convolve(input_features, kernel_weights, kernel_generator, *ends, coordinate_manager, cls.transposed)[0]
+
+
+class MinkowskiConvolutionTransposeFunction(MinkowskiConvolutionFunction):
+    """The transposed convolution as a function."""
+
+    transposed = True
+
+
+class MinkowskiConvolutionBase(MinkowskiModuleBase):
+    """Any of the convolutions below.
+
+        in = out + tap * dilation * tensor stride        (transposed: the other way round)
+
+    Args:
+        in_channels, out_channels: channels.
+        kernel_size, stride, dilation: one integer or one an axis; a ``kernel_generator`` stands in place of them.
+        bias: add a number to each channel.
+        expand_coordinates: outputs are all voxels that the kernel reaches, not those that exist already.
+        convolution_mode: accepted, without effect.
+        dimension: number of axes.
+        has_bias, generate_new_coords: the names of ``bias`` and ``expand_coordinates`` in version 0.4.
+
+    A layer of one tap at stride 1 has the weight (C_in, C_out).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Axes = -1,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        bias: bool = False,
+        kernel_generator: KernelGenerator | None = None,
+        is_transpose: bool = False,
+        expand_coordinates: bool = False,
+        convolution_mode: ConvolutionMode = ConvolutionMode.DEFAULT,
+        dimension: int | None = -1,
+        has_bias: bool | None = None,
+        generate_new_coords: bool | None = None,
+    ) -> None:
+        super().__init__()
+        dimension = rank_of(dimension)
+        if generate_new_coords is not None:
+            expand_coordinates = generate_new_coords
+        (in_channels, out_channels) = whole([in_channels, out_channels], "channels", 1)
+        if kernel_generator is None:
+            kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
+        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
+        kernel_generator.expand_coordinates = expand_coordinates
+        self.in_channels, self.out_channels, self.dimension = in_channels, out_channels, dimension
+        self.is_transpose, self.kernel_generator = is_transpose, kernel_generator
+        self.convolution_mode = convolution_mode
+        volume = kernel_generator.kernel_volume
+        self.use_mm = volume == 1 and all(s == 1 for s in kernel_generator.kernel_stride)
+        shape = (in_channels, out_channels) if self.use_mm else (volume, in_channels, out_channels)
+        self.kernel = torch.nn.Parameter(torch.empty(shape))
+        biased = bias if has_bias is None else has_bias
+        self.bias: torch.nn.Parameter | None
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(1, out_channels)) if biased else None)
+        self.reset_parameters(is_transpose)
+
+    def reset_parameters(self, is_transpose: bool = False) -> None:
+        """Uniform in +-1/sqrt(n), n being taps times channels of the input (of the output, where transposed)."""
+        channels = self.out_channels if is_transpose else self.in_channels
+        bound = 1 / math.sqrt(channels * self.kernel_generator.kernel_volume)
+        for parameter in (self.kernel, self.bias):
+            if parameter is not None:
+                torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, input: SparseTensor, coordinates: Place | None = None) -> SparseTensor:
+        """A `SparseTensor` -> one at ``coordinates``, or at the voxels of the output's tensor stride."""
+        if tracing() and isinstance(coordinates, torch.Tensor):
+            return transforms.eagerly(self.forward, input, coordinates)
+        check_input(input, self.dimension)
+        if input.F.shape[1] != self.in_channels:
+            raise ValueError(f"the layer takes {self.in_channels} channels; got {tuple(input.F.shape)}")
+        if self.use_mm and coordinates is None:
+            product = input.F @ self.kernel
+            return input.like(product if self.bias is None else product + self.bias.to(product.dtype))
+        manager = input.coordinate_manager
+        features, key = _convolve(
+            input.F,
+            self.kernel,
+            self.kernel_generator,
+            input.key,
+            place_key(input, manager, coordinates, self.kernel_generator, self.is_transpose),
+            manager,
+            self.is_transpose,
+            self.bias,
+        )
+        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=manager)
+
+    def __repr__(self) -> str:
+        kernel = self.kernel_generator
+        size = f"kernel_size={kernel.kernel_size}"
+        if kernel.region_type is RegionType.CUSTOM:
+            size = f"region_type={kernel.region_type}, kernel_volume={kernel.kernel_volume}"
+        return (
+            f"{type(self).__name__}(in={self.in_channels}, out={self.out_channels}, {size}, "
+            f"stride={kernel.kernel_stride}, dilation={kernel.kernel_dilation})"
+        )
+
+
+_SIZES = "in_channels out_channels kernel_size stride dilation bias kernel_generator"
+_LAST = "convolution_mode dimension"
+_OLD = "has_bias generate_new_coords"
+
+MinkowskiConvolution = specialized(
+    MinkowskiConvolutionBase,
+    "MinkowskiConvolution",
+    "A convolution: its outputs are the input's voxels at stride 1, and floor(c / s) * s at other strides.",
+    f"{_SIZES} expand_coordinates {_LAST} {_OLD}",
+    {"dimension": None},
+    is_transpose=False,
+)
+MinkowskiConvolutionTranspose = specialized(
+    MinkowskiConvolutionBase,
+    "MinkowskiConvolutionTranspose",
+    "A transposed convolution onto the voxels of the finer tensor stride; without any, all that it reaches.",
+    f"{_SIZES} expand_coordinates {_LAST} {_OLD}",
+    {"dimension": None},
+    is_transpose=True,
+)
+MinkowskiGenerativeConvolutionTranspose = specialized(
+    MinkowskiConvolutionBase,
+    "MinkowskiGenerativeConvolutionTranspose",
+    "A transposed convolution onto every voxel that it reaches.",
+    f"{_SIZES} {_LAST}",
+    {"dimension": None},
+    is_transpose=True,
+    expand_coordinates=True,
+)
+
+
+class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
+    """A convolution of every channel by itself; ``kernel`` (V, C), ``bias`` (1, C). Arguments as above."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        kernel_size: Axes = -1,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        bias: bool = False,
+        kernel_generator: KernelGenerator | None = None,
+        dimension: int = -1,
+    ) -> None:
+        super().__init__()
+        (in_channels,), dimension = whole([in_channels], "in_channels", 1), rank_of(dimension)
+        if kernel_generator is None:
+            kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
+        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
+        self.in_channels, self.dimension, self.kernel_generator = in_channels, dimension, kernel_generator
+        self.kernel_shape = kernel_generator.kernel_volume, in_channels
+        self.kernel = torch.nn.Parameter(torch.empty(self.kernel_shape))
+        self.bias: torch.nn.Parameter | None
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(1, in_channels)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(taps times channels)."""
+        bound = 1 / math.sqrt(self.in_channels * self.kernel_generator.kernel_volume)
+        for parameter in (self.kernel, self.bias):
+            if parameter is not None:
+                torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, input: SparseTensor, coords: Place | None = None) -> SparseTensor:
+        if tracing():  # there is no operator for it
+            return transforms.eagerly(self.forward, input, coords)
+        check_input(input, self.dimension)
+        manager = input.coordinate_manager
+        given = place_key(input, manager, coords, self.kernel_generator)
+        key = ends(input.key, given, manager, self.kernel_generator)
+        out = depthwise_convolution(input.F, self.kernel, manager.plan(input.key, key, self.kernel_generator))
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
+        return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
+
+    def __repr__(self) -> str:
+        kernel = self.kernel_generator
+        return (
+            f"{type(self).__name__}(in={self.in_channels}, region_type={kernel.region_type}, "
+            f"kernel_size={kernel.kernel_size}, stride={kernel.kernel_stride}, dilation={kernel.kernel_dilation})"
+        )
+
+
+# ---- Pooling over kernels and over whole batch items
+
+
+_HOW: dict[PoolingMode, Reduce] = {
+    PoolingMode.LOCAL_SUM_POOLING: "sum",
+    PoolingMode.LOCAL_AVG_POOLING: "mean",
+    PoolingMode.LOCAL_MAX_POOLING: "max",
+}
+
+
+def _pool(
+    features: torch.Tensor,
+    mode: PoolingMode,
+    kernel: KernelGenerator,
+    in_key: CoordinateMapKey,
+    out_key: CoordinateMapKey,
+    manager: CoordinateManager,
+    transposed: bool,
+) -> torch.Tensor:
+    """Pool over a kernel; over the cells of the coarser tensor stride, where kernel size and stride are equal."""
+    if kernel.kernel_size == kernel.kernel_stride:
+        if transposed:
+            return manager.groups(out_key, in_key).spread(features)
+        return manager.groups(in_key, out_key).reduce(features, _HOW[mode])
+    plan = manager.plan(in_key, out_key, kernel, transposed)
+    if transposed or mode is PoolingMode.LOCAL_SUM_POOLING:
+        return sum_pool(features, plan)
+    return avg_pool(features, plan) if mode is PoolingMode.LOCAL_AVG_POOLING else max_pool(features, plan)[0]
+
+
+class MinkowskiLocalPoolingFunction:
+    """Pooling over a kernel as a function of features; differentiable to any order."""
+
+    transposed = False
+
+    @classmethod
+    def apply(
+        cls,
+        input_features: torch.Tensor,
+        pooling_mode: PoolingMode,
+        kernel_generator: KernelGenerator,
+        in_coordinate_map_key: CoordinateMapKey,
+        out_coordinate_map_key: CoordinateMapKey | None = None,
+        coordinate_manager: CoordinateManager | None = None,
+    ) -> torch.Tensor:
+        """Features (N, C) -> (N_out, C)."""
+        if coordinate_manager is None:
+            raise TypeError("coordinate_manager must be the manager of the keys; got None")
+        expand = cls.transposed and kernel_generator.expand_coordinates
+        given = in_coordinate_map_key, out_coordinate_map_key
+        key = ends(*given, coordinate_manager, kernel_generator, cls.transposed, expand)
+        return _pool(input_features, pooling_mode, kernel_generator, given[0], key, coordinate_manager, cls.transposed)
+
+
+class MinkowskiLocalPoolingTransposeFunction(MinkowskiLocalPoolingFunction):
+    """The transposed pooling as a function."""
+
+    transposed = True
+
+
+class MinkowskiPoolingBase(MinkowskiModuleBase):
+    """Pooling over a kernel.
+
+    Args:
+        kernel_size, stride, dilation: one integer or one an axis; a ``kernel_generator`` stands in place of them.
+        dimension: number of axes.
+
+    Where kernel size and stride are equal, a cell of the coarser tensor stride is pooled: 0 .. k-1 in front of its
+    corner, for odd kernels too. Absent voxels do not count; an output that sees none is 0.
+    """
+
+    def __init__(
+        self,
+        kernel_size: Axes,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        kernel_generator: KernelGenerator | None = None,
+        is_transpose: bool = False,
+        pooling_mode: PoolingMode = PoolingMode.LOCAL_AVG_POOLING,
+        dimension: int | None = -1,
+    ) -> None:
+        super().__init__()
+        dimension = rank_of(dimension)
+        if kernel_generator is None:
+            kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
+        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
+        self.is_transpose, self.kernel_generator = is_transpose, kernel_generator
+        self.pooling_mode, self.dimension = pooling_mode, dimension
+
+    def forward(self, input: SparseTensor, coordinates: Place | None = None) -> SparseTensor:
+        check_input(input, self.dimension)
+        kernel, manager, transposed = self.kernel_generator, input.coordinate_manager, self.is_transpose
+        given = place_key(input, manager, coordinates, kernel, transposed)
+        key = ends(input.key, given, manager, kernel, transposed, transposed and kernel.expand_coordinates)
+        out = _pool(input.F, self.pooling_mode, kernel, input.key, key, manager, transposed)
+        return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
+
+    def __repr__(self) -> str:
+        kernel = self.kernel_generator
+        return (
+            f"{type(self).__name__}(kernel_size={kernel.kernel_size}, stride={kernel.kernel_stride}, "
+            f"dilation={kernel.kernel_dilation})"
+        )
+
+
+MinkowskiSumPooling, MinkowskiAvgPooling, MinkowskiMaxPooling = (
+    specialized(
+        MinkowskiPoolingBase,
+        f"Minkowski{name}Pooling",
+        f"The {word} of the voxels that each output sees.",
+        "kernel_size stride dilation kernel_generator dimension",
+        {"kernel_size": -1, "dimension": None},
+        pooling_mode=PoolingMode[f"LOCAL_{name.upper()}_POOLING"],
+    )
+    for name, word in (("Sum", "sum"), ("Avg", "mean"), ("Max", "maximum"))
+)
+
+
+class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
+    """Each fine voxel takes the sum of the coarse voxels that see it: the transpose of the sum."""
+
+    def __init__(
+        self,
+        kernel_size: Axes,
+        stride: Axes,
+        dilation: Axes = 1,
+        kernel_generator: KernelGenerator | None = None,
+        expand_coordinates: bool = False,
+        dimension: int | None = None,
+    ) -> None:
+        super().__init__(kernel_size, stride, dilation, kernel_generator, True, dimension=dimension)
+        if kernel_generator is None:
+            self.kernel_generator.expand_coordinates = expand_coordinates
+
+
+# ---- whole batch items
+
+
+def _global(
+    features: torch.Tensor, mode: PoolingMode, key: CoordinateMapKey, manager: CoordinateManager
+) -> torch.Tensor:
+    """(B, C): the rows of each batch item reduced; 0 for an item without any."""
+    kinds: tuple[tuple[str, Reduce], ...] = (("_SUM_", "sum"), ("_AVG_", "mean"), ("_MAX_", "max"))
+    how = next(how for word, how in kinds if word in mode.name)
+    held = manager.find_field(key) if manager.is_field(key) else manager.find(key)
+    out = held.items.reduce(features, how)
+    missing = manager.batch_size - len(out)
+    return torch.cat([out, out.new_zeros(missing, out.shape[1])]) if missing else out
+
+
+class MinkowskiGlobalPoolingFunction:
+    """Pooling over batch items as a function of features; differentiable to any order."""
+
+    @staticmethod
+    def apply(
+        input_features: torch.Tensor,
+        pooling_mode: PoolingMode,
+        in_coordinate_map_key: CoordinateMapKey,
+        out_coordinate_map_key: CoordinateMapKey | None = None,
+        coordinate_manager: CoordinateManager | None = None,
+    ) -> torch.Tensor:
+        """Features (N, C) -> (B, C)."""
+        if coordinate_manager is None:
+            raise TypeError("coordinate_manager must be the manager of the keys; got None")
+        if out_coordinate_map_key is not None and not out_coordinate_map_key.is_key_set():
+            out_coordinate_map_key.set_key(*coordinate_manager.origin().get_key())
+        return _global(input_features, pooling_mode, in_coordinate_map_key, coordinate_manager)
+
+
+class MinkowskiGlobalPooling(MinkowskiModuleBase):
+    """The mean, sum or maximum of each batch item, at the origin: one row an item, 0 for an item without a voxel."""
+
+    MODE = PoolingMode.GLOBAL_AVG_POOLING_PYTORCH_INDEX
+
+    def __init__(self, mode: PoolingMode | None = None, dimension: int | None = None) -> None:
+        super().__init__()
+        if mode is not None and not (isinstance(mode, PoolingMode) and mode.name.startswith("GLOBAL")):
+            raise TypeError(f"mode must be a global PoolingMode; got {mode!r}")
+        self.pooling_mode = self.MODE if mode is None else mode
+
+    def forward(self, input: SparseTensor | TensorField, coordinates: Any = None) -> SparseTensor:
+        out = features_of(input)
+        manager = input.coordinate_manager
+        out = _global(out, self.pooling_mode, input.key, manager)
+        return SparseTensor(out, coordinate_map_key=manager.origin(), coordinate_manager=manager)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(mode={self.pooling_mode})"
+
+
+class MinkowskiGlobalSumPooling(MinkowskiGlobalPooling):
+    """The sum of each batch item."""
+
+    MODE = PoolingMode.GLOBAL_SUM_POOLING_PYTORCH_INDEX
+
+
+class MinkowskiGlobalAvgPooling(MinkowskiGlobalPooling):
+    """The mean of each batch item."""
+
+
+class MinkowskiGlobalMaxPooling(MinkowskiGlobalPooling):
+    """The maximum of each batch item."""
+
+    MODE = PoolingMode.GLOBAL_MAX_POOLING_PYTORCH_INDEX
+
+
+class MinkowskiDirectMaxPoolingFunction:
+    """The maximum over given pairs of rows."""
+
+    @staticmethod
+    def apply(
+        in_map: torch.Tensor, out_map: torch.Tensor, in_feat: torch.Tensor, out_nrows: int, is_sorted: bool = False
+    ) -> torch.Tensor:
+        """y[o] = the maximum of x[in_map[p]] over the pairs p with out_map[p] = o: (N, C) -> (out_nrows, C)."""
+        check_values("in_map", in_map, "(P,) integers")
+        check_values("out_map", out_map, "(P,) integers")
+        features = checked_features(in_feat)
+        if in_map.ndim != 1 or in_map.dtype not in INTEGERS or in_map.shape != out_map.shape:
+            raise ValueError(
+                f"in_map and out_map must be (P,) integers; got {tuple(in_map.shape)} {in_map.dtype} and "
+                f"{tuple(out_map.shape)}"
+            )
+        low, high = (int(end) for end in in_map.aminmax()) if len(in_map) and not in_map.is_cuda else (0, -1)
+        if low < 0 or high >= len(features):  # a GPU checks by itself
+            raise ValueError(f"in_map must name rows from 0 to {len(features) - 1}; got {low} to {high}")
+        return PointGroups(out_map, out_nrows).reduce(features[in_map.long()], "max")
+
+
+# ---- Layers that change voxels: pruning, union, and interpolation between them
+
+
+class MinkowskiPruningFunction:
+    """Pruning as a function of features; differentiable to any order."""
+
+    @staticmethod
+    def apply(
+        in_feat: torch.Tensor,
+        mask: torch.Tensor,
+        in_coords_key: CoordinateMapKey,
+        out_coords_key: CoordinateMapKey | None = None,
+        coords_manager: CoordinateManager | None = None,
+    ) -> torch.Tensor:
+        """Features (N, C) -> those where mask (N,) bool is true; sets an output key that is not set."""
+        if coords_manager is None:
+            raise TypeError("coords_manager must be the manager of the key; got None")
+        features = checked_at("in_feat", in_feat, coords_manager.size(in_coords_key), "a voxel")
+        check_mask(mask, len(features))
+        if out_coords_key is not None and not out_coords_key.is_key_set():
+            out_coords_key.set_key(*coords_manager.prune(in_coords_key, mask).get_key())
+        return features[mask]
+
+
+class MinkowskiPruning(MinkowskiModuleBase):
+    """The voxels where a mask is true, in their order."""
+
+    def forward(self, input: SparseTensor, mask: torch.Tensor) -> SparseTensor:
+        """A `SparseTensor` and mask (N,) bool on its device -> the voxels that stay."""
+        check_input(input, None)
+        manager = input.coordinate_manager
+        key = manager.prune(input.key, mask)
+        return SparseTensor(input.F[mask], coordinate_map_key=key, coordinate_manager=manager)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class MinkowskiUnionFunction:
+    """The union as a function of features; differentiable to any order."""
+
+    @staticmethod
+    def apply(
+        in_coords_keys: list[CoordinateMapKey],
+        out_coords_key: CoordinateMapKey,
+        coordinate_manager: CoordinateManager,
+        *in_feats: torch.Tensor,
+    ) -> torch.Tensor:
+        """Features (N_i, C) of each key -> their sum over all voxels; sets the output key."""
+        if len(in_feats) != len(in_coords_keys) or len(in_feats) < 2:
+            raise ValueError(f"a union takes two tensors or more; got {len(in_feats)}, {len(in_coords_keys)} keys")
+        for key, features in zip(in_coords_keys, in_feats):
+            checked_at("in_feats", features, coordinate_manager.size(key), "a voxel of its key")
+        if len({features.shape[1] for features in in_feats}) > 1:
+            raise ValueError(f"in_feats must have as many channels each; got {[tuple(x.shape) for x in in_feats]}")
+        maps = coordinate_manager.union_map(in_coords_keys, out_coords_key)
+        zeros = in_feats[0].new_zeros(coordinate_manager.size(out_coords_key), in_feats[0].shape[1])
+        parts = [zeros.to(x.dtype).index_copy(0, rows[1], x) for rows, x in zip(maps, in_feats)]
+        out = parts[0]
+        for part in parts[1:]:
+            out = out + part
+        return out
+
+
+class MinkowskiUnion(MinkowskiModuleBase):
+    """The sum of sparse tensors over all their voxels, absent ones counting as 0."""
+
+    def forward(self, *inputs: SparseTensor) -> SparseTensor:
+        """Two sparse tensors or more, of one coordinate manager."""
+        if len(inputs) < 2 or not all(isinstance(x, SparseTensor) for x in inputs):
+            raise ValueError(f"a union takes two SparseTensors or more; got {[type(x).__name__ for x in inputs]}")
+        manager = inputs[0].coordinate_manager
+        if any(x.coordinate_manager is not manager for x in inputs):
+            raise ValueError("the tensors of a union must share one coordinate manager")
+        key = CoordinateMapKey(manager.D + 1)
+        out = MinkowskiUnionFunction.apply([x.key for x in inputs], key, manager, *(x.F for x in inputs))
+        return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class MinkowskiInterpolationFunction:
+    """Interpolation as a function of features and points; differentiable in both."""
+
+    @staticmethod
+    def apply(
+        input_features: torch.Tensor,
+        tfield: torch.Tensor,
+        in_coordinate_map_key: CoordinateMapKey,
+        coordinate_manager: CoordinateManager | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Features (N, C), points (M, 1+D) -> (features (M, C), voxel rows, point rows, weights)."""
+        if coordinate_manager is None:
+            raise TypeError("coordinate_manager must be the manager of the key; got None")
+        plan, points = coordinate_manager.interpolation(in_coordinate_map_key, tfield)
+        out = plan.interpolate(input_features, points).to(input_features.dtype)
+        found = coordinate_manager.interpolation_map_weight(in_coordinate_map_key, tfield.detach())
+        return out, found[0], found[1], found[2]
+
+
+class MinkowskiInterpolation(MinkowskiModuleBase):
+    """Features at points between the voxels, linearly; absent voxels count as 0."""
+
+    def __init__(self, return_kernel_map: bool = False, return_weights: bool = False) -> None:
+        super().__init__()
+        self.return_kernel_map, self.return_weights = return_kernel_map, return_weights
+
+    def forward(self, input: SparseTensor, tfield: torch.Tensor) -> Any:
+        """Points (M, 1+D), the batch first -> features (M, C), and what was asked for beside them."""
+        check_input(input, None)
+        if not self.return_kernel_map and not self.return_weights:
+            return input.features_at_coordinates(tfield)
+        apply = MinkowskiInterpolationFunction.apply
+        out, in_map, out_map, weights = apply(input.F, tfield, input.key, input.coordinate_manager)
+        asked = [(in_map, out_map)] * self.return_kernel_map + [weights] * self.return_weights
+        return (out, *asked)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+# ---- Features of whole batch items, given to each of their voxels
+
+
+def spread(features_global: torch.Tensor, key: CoordinateMapKey, manager: CoordinateManager) -> torch.Tensor:
+    """(B, C) of the batch items -> (N, C) of the voxels of a key."""
+    items = manager.find(key).items
+    checked_features(features_global)
+    if len(features_global) < items.num_voxels:
+        raise ValueError(f"a broadcast takes a row for each of {items.num_voxels} batch items; got "
+                         f"{tuple(features_global.shape)}: pool globally first")  # fmt: skip
+    return items.spread(features_global[: items.num_voxels])
+
+
+def _check_channels(features: torch.Tensor, each: torch.Tensor) -> None:
+    """Raise ValueError where features of voxels and of their items cannot be combined."""
+    if each.shape[1] not in (1, features.shape[1]) and features.shape[1] != 1:
+        raise ValueError(
+            f"voxels have {features.shape[1]} channels and batch items {each.shape[1]}: a broadcast takes as many"
+        )
+
+
+class MinkowskiBroadcastFunction:
+    """A broadcast as a function of features; differentiable to any order."""
+
+    @staticmethod
+    def apply(
+        input_features: torch.Tensor,
+        input_features_global: torch.Tensor,
+        operation_type: BroadcastMode,
+        in_coords_key: CoordinateMapKey,
+        glob_coords_key: CoordinateMapKey,
+        coords_manager: CoordinateManager,
+    ) -> torch.Tensor:
+        """Features (N, C) and (B, C) -> (N, C): their sum or product."""
+        checked_at("input_features", input_features, coords_manager.size(in_coords_key), "a voxel")
+        each = spread(input_features_global, in_coords_key, coords_manager)
+        _check_channels(input_features, each)
+        added = operation_type is BroadcastMode.ELEMENTWISE_ADDITON
+        return input_features + each if added else input_features * each
+
+
+class MinkowskiBroadcast(MinkowskiModuleBase):
+    """Each voxel takes the features of its batch item. ``dimension`` is accepted, without effect."""
+
+    def __init__(self, dimension: int | None = None) -> None:
+        super().__init__()
+
+    def forward(self, input: SparseTensor, input_glob: SparseTensor) -> SparseTensor:
+        check_input(input, None)
+        check_input(input_glob, None)
+        each = spread(input_glob.F, input.key, input.coordinate_manager)
+        return input.like(self.combine(input.F, each))
+
+    def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+        """What becomes of a voxel's features and its item's."""
+        return each
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class MinkowskiBroadcastAddition(MinkowskiBroadcast):
+    """Each voxel's features and those of its batch item, added."""
+
+    operation_type = BroadcastMode.ELEMENTWISE_ADDITON
+
+    def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+        _check_channels(features, each)
+        return features + each
+
+
+class MinkowskiBroadcastMultiplication(MinkowskiBroadcast):
+    """Each voxel's features and those of its batch item, multiplied."""
+
+    operation_type = BroadcastMode.ELEMENTWISE_MULTIPLICATION
+
+    def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+        _check_channels(features, each)
+        return features * each
+
+
+class MinkowskiBroadcastConcatenation(MinkowskiBroadcast):
+    """Each voxel's features and those of its batch item, side by side."""
+
+    def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+        return torch.cat([features, each], 1)
