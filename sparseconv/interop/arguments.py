@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Mapping, Sequence, Set
 from enum import Enum
@@ -13,7 +14,8 @@ import torch
 
 from sparseconv.geometry.arguments import INT32, INTEGERS, bounds, check_indices, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.kinds import check_kind, check_values, described, shortened
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.kinds import check_kind, check_tensor, check_values, described, shortened
 from sparseconv.torch_private import exporting, surely, tracing
 
 
@@ -45,6 +47,35 @@ def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
             raise ValueError(f"{name} must fit in 32 bits; got {shortened(values)}")
         made.append(value)
     return made
+
+
+def check_rows(name: str, rows: Any, columns: int, what: str) -> None:
+    """Raise unless these are numbers (N, columns); ``what`` says which columns there are."""
+    check_values(name, rows, f"(N, {columns})")
+    if rows.is_complex() or rows.dtype == torch.bool:
+        raise TypeError(f"{name} must be numbers; got {rows.dtype}")
+    if rows.ndim != 2 or rows.shape[1] != columns:
+        raise ValueError(f"{name} must be (N, {columns}), {what}; got {tuple(rows.shape)}")
+
+
+def check_features(name: str, features: Any, rows: int | None = None, each: str = "a voxel") -> None:
+    """Raise unless features are (N, C), with so many rows where that is known."""
+    check_tensor(name, features, "(N, C)")
+    if features.ndim != 2:
+        raise ValueError(f"{name} must be (N, C); got {tuple(features.shape)}")
+    if rows is not None and surely(features.shape[0] != rows):
+        raise ValueError(f"{name} must be ({rows}, C), one row {each}; got {tuple(features.shape)}")
+
+
+def check_inside(name: str, grid: VoxelGrid, shape: Sequence[int], of: str) -> None:
+    """Raise ValueError where a voxel lies outside of [0, shape), which is called ``of``."""
+    if len(grid) and not IndexRange.of_shape(shape).encloses(grid.extent):
+        voxels = grid.coords[:, 1:]
+        first = int(((voxels < 0) | (voxels >= row(shape, voxels))).any(1).nonzero()[0])
+        raise ValueError(
+            f"{name} must lie within {of} {list(shape)}, but they reach over {grid.extent}, first in row {first}, "
+            f"{grid.coords[first].tolist()}: pass a larger shape, or leave such rows out"
+        )
 
 
 def check_order(call: str, features: Any, coordinates: Any) -> None:
@@ -120,6 +151,14 @@ def is_unwritten(coords: torch.Tensor, version: int, kept: torch.Tensor) -> bool
     if torch.compiler.is_compiling():
         return True
     return coords._version == version and (coords.is_cuda or exporting() or torch.equal(coords, kept))
+
+
+def uniform_(fan: int, *parameters: torch.nn.Parameter | None) -> None:
+    """Fill a layer's parameters with numbers in +-1/sqrt(fan); None is passed over."""
+    bound = 1 / math.sqrt(fan)
+    for parameter in parameters:
+        if parameter is not None:
+            torch.nn.init.uniform_(parameter, -bound, bound)
 
 
 def check_algorithm(value: Any) -> None:

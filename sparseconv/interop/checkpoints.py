@@ -72,12 +72,7 @@ def convert(
     to: str | Layout,
     *,
     ignore_classes: Sequence[str] = (),
-    rank: int = 3,
-    kernel_sizes: Mapping[str, int | Sequence[int]] | None = None,
-    groups: Mapping[str, int] | None = None,
-    skip: Sequence[str] = (),
-    strided_one_tap: Sequence[str] = (),
-    rename: Callable[[str], str] | None = None,
+    **options: Any,
 ) -> Report:
     """Convert one file into another; options are those of `read` and `convert_state`. No file is left after an error.
 
@@ -87,8 +82,6 @@ def convert(
     ...     print(convert(f"{folder}/theirs.pt", f"{folder}/ours.pt", "minkowski", "sparseconv"))
     minkowski -> sparseconv: 1 tensors, 1 convolutions permuted, 864 numbers
     """
-    options: Any = {"rank": rank, "kernel_sizes": kernel_sizes, "groups": groups, "skip": skip}
-    options |= {"strided_one_tap": strided_one_tap, "rename": rename}
     check_place(path_out)
     state, report = convert_state(read(path_in, ignore_classes=ignore_classes), from_, to, **options)
     write(state, path_out)
@@ -288,12 +281,7 @@ def load(
     from_: str | Layout,
     *,
     ignore_classes: Sequence[str] = (),
-    rank: int = 3,
-    kernel_sizes: Mapping[str, int | Sequence[int]] | None = None,
-    groups: Mapping[str, int] | None = None,
-    skip: Sequence[str] = (),
-    strided_one_tap: Sequence[str] = (),
-    rename: Callable[[str], str] | None = None,
+    **options: Any,
 ) -> Report:
     """Load another library's checkpoint into a network of this one, whole or not at all.
 
@@ -310,8 +298,6 @@ def load(
     """
     if isinstance(checkpoint, (str, Path)):
         checkpoint = read(checkpoint, ignore_classes=ignore_classes)
-    options: Any = {"rank": rank, "kernel_sizes": kernel_sizes, "groups": groups, "skip": skip}
-    options |= {"strided_one_tap": strided_one_tap, "rename": rename}
     converted, report = convert_state(checkpoint, from_, "sparseconv", **options)
     check_fit(module, converted)
     module.load_state_dict(converted, strict=True)

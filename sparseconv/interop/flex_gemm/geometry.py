@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import IndexRange
-from sparseconv.interop.arguments import whole
-from sparseconv.kinds import check_values
-from sparseconv.torch_private import surely, tracing
+from sparseconv.interop.arguments import check_inside, check_rows, whole
+from sparseconv.torch_private import tracing
 
 
 def sizes(shape: Any) -> list[int]:
@@ -33,25 +31,10 @@ def voxels(name: str, coords: torch.Tensor, items: int, shape: list[int]) -> Vox
         TypeError: coords are not integers.
         ValueError: a voxel outside, or twice.
     """
-    check_values(name, coords, "(N, 4) integers")
-    if coords.ndim != 2 or coords.shape[1] != 4:
-        raise ValueError(f"{name} must be (N, 4), the batch item and three axes; got {tuple(coords.shape)}")
+    check_rows(name, coords, 4, "the batch item and three axes")
     grid = VoxelGrid(coords, items)
     if tracing():
         grid.lie_within(shape)  # type: ignore[attr-defined]
-        return grid
-    if len(grid) and not IndexRange.of_shape(shape).encloses(grid.extent):
-        places = grid.coords[:, 1:]
-        row = int(((places < 0) | (places >= places.new_tensor(shape))).any(1).nonzero()[0])
-        raise ValueError(
-            f"{name} must lie within the shape {tuple(shape)}, but they reach over {grid.extent}, first in row {row}, "
-            f"{grid.coords[row].tolist()}: pass a larger shape, or leave such rows out"
-        )
+    else:
+        check_inside(name, grid, shape, "the shape")
     return grid
-
-
-def check_features(feats: torch.Tensor, rows: int) -> None:
-    """Raise unless features are (N, C), a row for each voxel."""
-    check_values("feats", feats, "(N, C)")
-    if feats.ndim != 2 or surely(feats.shape[0] != rows):
-        raise ValueError(f"feats must be ({rows}, C), a row for each voxel; got {tuple(feats.shape)}")

@@ -165,7 +165,7 @@ class Coverage:
         return ConvolutionCoverageReport(**found)
 
 
-def warn_of_gaps(geometry: ConvolutionGeometry) -> None:
+def warn_of_gaps(geometry: ConvolutionGeometry, stacklevel: int) -> None:
     """Warn, once, of windows that leave voxels out."""
     gaps = [axis for axis, (k, s) in enumerate(zip(geometry.kernel_size, geometry.stride)) if k < s]
     key = tuple(geometry.kernel_size), tuple(geometry.stride)
@@ -175,7 +175,7 @@ def warn_of_gaps(geometry: ConvolutionGeometry) -> None:
             f"kernel size {key[0]} with stride {key[1]} leaves uncovered stride residues on the axes {gaps}, as dense "
             "convolution does: some voxels reach no output; acknowledge_incomplete_coverage=True says that it is meant",
             ConvolutionCoverageWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 
@@ -225,6 +225,7 @@ class ConvolutionPlan:
         topology_policy: ConvolutionTopologyPolicy | None = None,
         strict_output_coverage: bool = False,
         acknowledge_incomplete_coverage: bool = False,
+        _transposed: bool = False,
     ) -> ConvolutionPlan:
         """A convolution from fine voxels to coarse ones.
 
@@ -241,30 +242,46 @@ class ConvolutionPlan:
         Raises:
             ValueError: grids of different lattices, batch sizes or devices, or arguments that contradict each other.
         """
-        given = (target_grid, expert_config, channel_pairs, topology_policy)
-        return cls._made(
-            kernel_size, stride, source_grid, *given, strict_output_coverage, acknowledge_incomplete_coverage, False
-        )
+        kernel, step = steps(kernel_size, "kernel_size"), steps(stride, "stride")
+        source = _grid("source_grid", source_grid)
+        target = None if target_grid is None else _grid("target_grid", target_grid)
+        policy = _policy(target, topology_policy)
+        _check_backend(expert_config)
+        for pair in channel_pairs:
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise ValueError(f"channel_pairs must be pairs (C_in, C_out); got {pair!r}")
+            for count in pair:
+                check_count("channels of channel_pairs", count, 1)
+        geometry, found = ConvolutionGeometry(kernel, step), None
+        if target is None:
+            if kernel == step == (1, 1, 1):
+                target, found = source, Plan(source.voxel_grid, 1)
+            elif _transposed:
+                found = Plan.transposed(source.voxel_grid, kernel, stride=step)
+            else:
+                found = Plan(source.voxel_grid, kernel, stride=step, target="full")
+            if target is None:
+                target = source.scaled(found.target, step, finer=_transposed)
+        found_lattice = compatibility(*((target, source) if _transposed else (source, target)), geometry)
+        if not acknowledge_incomplete_coverage:
+            warn_of_gaps(geometry, stacklevel=4 if _transposed else 3)
+        if found is None:
+            make = Plan.transposed if _transposed else Plan
+            found = make(source.voxel_grid, kernel, stride=step, target=target.voxel_grid)
+        coverage = Coverage(found)
+        if strict_output_coverage and policy is ConvolutionTopologyPolicy.RESTRICTED:
+            zero = coverage.of(False).output_zero_count
+            if zero:
+                raise ValueError(f"the target has {zero} zero-degree output rows: voxels that see no input")
+        generated = policy is ConvolutionTopologyPolicy.COMPLETE
+        provenance = ConvolutionTopologyProvenance["GENERATED" if generated else "EXPLICIT_TARGET"]
+        pairs = tuple((into, out) for into, out in channel_pairs)
+        return cls(found, source, target, geometry, found_lattice, policy, provenance, pairs, _transposed, coverage)
 
     @classmethod
-    def from_grid_batch_transposed(
-        cls,
-        kernel_size: Any,
-        stride: Any,
-        source_grid: GridBatch | VoxelGrid,
-        target_grid: GridBatch | VoxelGrid | None = None,
-        *,
-        expert_config: Mapping[str, Any] | None = None,
-        channel_pairs: Pairs = (),
-        topology_policy: ConvolutionTopologyPolicy | None = None,
-        strict_output_coverage: bool = False,
-        acknowledge_incomplete_coverage: bool = False,
-    ) -> ConvolutionPlan:
+    def from_grid_batch_transposed(cls, *args: Any, **named: Any) -> ConvolutionPlan:
         """A convolution from coarse voxels to fine ones; arguments are those of `from_grid_batch`."""
-        given = (target_grid, expert_config, channel_pairs, topology_policy)
-        return cls._made(
-            kernel_size, stride, source_grid, *given, strict_output_coverage, acknowledge_incomplete_coverage, True
-        )
+        return cls.from_grid_batch(*args, **named, _transposed=True)
 
     @classmethod
     def from_plan_transposed(cls, plan: ConvolutionPlan) -> ConvolutionPlan:
@@ -281,56 +298,6 @@ class ConvolutionPlan:
             _transposed=not plan._transposed,
             _turned=not plan._turned,
         )
-
-    @classmethod
-    def _made(
-        cls,
-        kernel_size: Any,
-        stride: Any,
-        source_grid: GridBatch | VoxelGrid,
-        target_grid: GridBatch | VoxelGrid | None,
-        expert_config: Mapping[str, Any] | None,
-        channel_pairs: Pairs,
-        topology_policy: ConvolutionTopologyPolicy | None,
-        strict: bool,
-        acknowledged: bool,
-        transposed: bool,
-    ) -> ConvolutionPlan:
-        kernel, step = steps(kernel_size, "kernel_size"), steps(stride, "stride")
-        source = _grid("source_grid", source_grid)
-        target = None if target_grid is None else _grid("target_grid", target_grid)
-        policy = _policy(target, topology_policy)
-        _check_backend(expert_config)
-        for pair in channel_pairs:
-            if not isinstance(pair, Sequence) or len(pair) != 2:
-                raise ValueError(f"channel_pairs must be pairs (C_in, C_out); got {pair!r}")
-            for count in pair:
-                check_count("channels of channel_pairs", count, 1)
-        geometry, found = ConvolutionGeometry(kernel, step), None
-        if target is None:
-            if kernel == step == (1, 1, 1):
-                target, found = source, Plan(source.voxel_grid, 1)
-            elif transposed:
-                found = Plan.transposed(source.voxel_grid, kernel, stride=step)
-            else:
-                found = Plan(source.voxel_grid, kernel, stride=step, target="full")
-            if target is None:
-                target = source.scaled(found.target, step, finer=transposed)
-        found_lattice = compatibility(*((target, source) if transposed else (source, target)), geometry)
-        if not acknowledged:
-            warn_of_gaps(geometry)
-        if found is None:
-            make = Plan.transposed if transposed else Plan
-            found = make(source.voxel_grid, kernel, stride=step, target=target.voxel_grid)
-        coverage = Coverage(found)
-        if strict and policy is ConvolutionTopologyPolicy.RESTRICTED:
-            zero = coverage.of(False).output_zero_count
-            if zero:
-                raise ValueError(f"the target has {zero} zero-degree output rows: voxels that see no input")
-        generated = policy is ConvolutionTopologyPolicy.COMPLETE
-        provenance = ConvolutionTopologyProvenance["GENERATED" if generated else "EXPLICIT_TARGET"]
-        pairs = tuple((into, out) for into, out in channel_pairs)
-        return cls(found, source, target, geometry, found_lattice, policy, provenance, pairs, transposed, coverage)
 
     def valid_usage(self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any, transposed: bool) -> bool:
         """Whether a layer of these channels, kernel size, stride and direction may run this plan."""

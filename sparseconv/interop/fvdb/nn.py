@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.interop.arguments import uniform_
 from sparseconv.interop.fvdb.convolution_plan import ConvolutionPlan
 from sparseconv.interop.fvdb.grid_batch import steps
 from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
@@ -31,9 +32,7 @@ class _Convolution(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Uniform within the inverse root of taps times input channels."""
-        bound = 1 / math.sqrt(self.in_channels * self.kernel_volume)
-        for parameter in self.parameters(recurse=False):
-            torch.nn.init.uniform_(parameter, -bound, bound)
+        uniform_(self.in_channels * self.kernel_volume, self.weight, self.bias)
 
     @property
     def packed_axes(self) -> tuple[int, ...]:

@@ -213,11 +213,8 @@ class CoordinateMapKey:
         return list(self.key[0])
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, CoordinateMapKey)
-            and self._key is not None
-            and (other._key is not None and self.key == other.key)
-        )
+        both = self._key is not None and isinstance(other, CoordinateMapKey) and other._key is not None
+        return both and self.key == other.key  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -350,13 +347,8 @@ def get_kernel_volume(
     dimension: int,
 ) -> int:
     """Number of taps."""
-    return KernelGenerator(
-        kernel_size,
-        region_type=region_type,
-        region_offsets=region_offset,
-        axis_types=axis_types,
-        dimension=dimension,
-    ).kernel_volume
+    options: Any = {"region_type": region_type, "region_offsets": region_offset, "axis_types": axis_types}
+    return KernelGenerator(kernel_size, **options, dimension=dimension).kernel_volume
 
 
 def convert_region_type(
@@ -371,15 +363,9 @@ def convert_region_type(
     center: bool = True,
 ) -> tuple:
     """`KernelGenerator.get_kernel` of these arguments; ``center`` has no effect."""
-    kernel = KernelGenerator(
-        kernel_size,
-        up_stride,
-        dilation,
-        region_type=region_type,
-        region_offsets=None if region_offset is None or len(region_offset) == 0 else region_offset,
-        axis_types=axis_types,
-        dimension=dimension,
-    )
+    offsets = None if region_offset is None or len(region_offset) == 0 else region_offset
+    options: Any = {"region_type": region_type, "region_offsets": offsets, "axis_types": axis_types}
+    kernel = KernelGenerator(kernel_size, up_stride, dilation, **options, dimension=dimension)
     return kernel.get_kernel(tensor_stride, True)
 
 

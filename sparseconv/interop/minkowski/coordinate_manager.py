@@ -18,7 +18,7 @@ from sparseconv.geometry.arguments import bounds, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints
-from sparseconv.interop.arguments import lower_corners, scaled, settled
+from sparseconv.interop.arguments import check_rows, lower_corners, scaled, settled
 from sparseconv.interop.minkowski.common import (
     Axes,
     CoordinateMapKey,
@@ -29,7 +29,7 @@ from sparseconv.interop.minkowski.common import (
     positive,
     rank_of,
 )
-from sparseconv.kinds import check_kind, check_values
+from sparseconv.kinds import check_kind
 from sparseconv.ops.interpolation import Interpolation
 from sparseconv.ops.points import PointGroups
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -195,8 +195,7 @@ class FieldMap:
         return lower_corners("coordinates", torch.cat([self.batch[:, None].to(cells.dtype), cells], 1))
 
 
-# ---- Sets of voxels and of points under keys
-
+# ---- the manager: sets of voxels and of points under keys, and what leads from one to another
 
 #: whole numbers up to this one are exact in fp32
 EXACT_IN_FLOAT = 1 << 24
@@ -207,14 +206,50 @@ def _named(key: CoordinateMapKey) -> Key:
     return key.key
 
 
-class KeyedMaps:
-    """Sets of voxels and of points under keys, and the sets that follow from them without a kernel."""
+#: taps of a stride's window up to which the window itself finds the coarse voxels
+FEW_TAPS = 27
 
-    def __init__(self, rank: int) -> None:
-        self.D = rank_of(rank)
+
+def _kind(grid: VoxelGrid) -> Any:
+    """The class of the plans of a grid."""
+    return grid.plan_type or ConvolutionPlan
+
+
+class CoordinateManager:
+    """Sets of voxels and of points under keys, and what leads from one to another.
+
+    Args:
+        D: number of axes.
+        num_threads, coordinate_map_type, allocator_type, minkowski_algorithm: accepted, without effect.
+
+    >>> manager = CoordinateManager(D=1)
+    >>> key, (rows, numbers) = manager.insert_and_map(torch.tensor([[0, -3], [0, 2], [0, 2]]))
+    >>> manager.get_coordinates(manager.stride(key, 2)).tolist(), rows.tolist(), numbers.tolist()
+    ([[0, -4], [0, 2]], [0, 1], [0, 1, 1])
+    """
+
+    #: the class of managers that torch traces
+    traced_type: type[CoordinateManager] | None = None
+
+    def __new__(cls, *_: Any, **__: Any) -> CoordinateManager:
+        return object.__new__((cls is CoordinateManager and tracing() and cls.traced_type) or cls)
+
+    def __init__(
+        self,
+        D: int = 0,
+        num_threads: int = -1,
+        coordinate_map_type: Any = None,
+        allocator_type: Any = None,
+        minkowski_algorithm: Any = None,
+    ) -> None:
+        self.D, self.minkowski_algorithm = rank_of(D), minkowski_algorithm
         self._maps: dict[Key, CoordinateMap] = {}
         self._fields: dict[Key, FieldMap] = {}
         self._field_maps: dict[tuple[Key, Key], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._groups: dict[tuple[Key, Key], PointGroups] = {}
+        self._plans: dict[Any, ConvolutionPlan] = {}
+
+    # ---- keys
 
     def find(self, key: CoordinateMapKey) -> CoordinateMap:
         """The voxels of a key; raises ValueError where this manager has none."""
@@ -266,22 +301,16 @@ class KeyedMaps:
         Returns:
             (key, (unique rows (M,), inverse rows (N,))), int64: ``coordinates[unique][inverse] == coordinates``.
         """
-        check_values("coordinates", coordinates, f"(N, {self.D + 1}) integers")
+        check_rows("coordinates", coordinates, self.D + 1, "the batch first")
         if coordinates.is_floating_point():
             raise TypeError(f"coordinates must be integers; got {coordinates.dtype}: take torch.floor(...).int()")
-        if coordinates.ndim != 2 or coordinates.shape[1] != self.D + 1:
-            raise ValueError(f"coordinates must be (N, {self.D + 1}), the batch first; got {tuple(coordinates.shape)}")
         stride = tuple(positive("tensor_stride", tensor_stride, self.D))
         made, unique, inverse = CoordinateMap.of(coordinates, backwards(stride))
         return self._insert(self._free(stride, string_id), made), (unique, inverse)
 
     def insert_field(self, coordinates: torch.Tensor, tensor_stride: Axes, string_id: str = "") -> CoordinateMapKey:
         """Keep points (N, 1+D), the batch first."""
-        check_values("coordinates", coordinates, f"(N, {self.D + 1})")
-        if coordinates.ndim != 2 or coordinates.shape[1] != self.D + 1:
-            raise ValueError(f"coordinates must be (N, {self.D + 1}), the batch first; got {tuple(coordinates.shape)}")
-        if coordinates.is_complex() or coordinates.dtype == torch.bool:
-            raise TypeError(f"coordinates must be numbers; got {coordinates.dtype}")
+        check_rows("coordinates", coordinates, self.D + 1, "the batch first")
         stride = tuple(positive("tensor_stride", tensor_stride, self.D))
         key = self._free(stride, string_id or "field")
         if not coordinates.is_floating_point():
@@ -438,51 +467,6 @@ class KeyedMaps:
         held = (rows >= 0).nonzero()[:, 0]
         return rows[held], held
 
-
-# ---- The coordinate manager: the plans between sets of voxels, each made once
-
-
-#: taps of a stride's window up to which the window itself finds the coarse voxels
-FEW_TAPS = 27
-
-
-def _kind(grid: VoxelGrid) -> Any:
-    """The class of the plans of a grid."""
-    return grid.plan_type or ConvolutionPlan
-
-
-class CoordinateManager(KeyedMaps):
-    """Sets of voxels and of points under keys, and what leads from one to another.
-
-    Args:
-        D: number of axes.
-        num_threads, coordinate_map_type, allocator_type, minkowski_algorithm: accepted, without effect.
-
-    >>> manager = CoordinateManager(D=1)
-    >>> key, (rows, numbers) = manager.insert_and_map(torch.tensor([[0, -3], [0, 2], [0, 2]]))
-    >>> manager.get_coordinates(manager.stride(key, 2)).tolist(), rows.tolist(), numbers.tolist()
-    ([[0, -4], [0, 2]], [0, 1], [0, 1, 1])
-    """
-
-    #: the class of managers that torch traces
-    traced_type: type[CoordinateManager] | None = None
-
-    def __new__(cls, *_: Any, **__: Any) -> CoordinateManager:
-        return object.__new__((cls is CoordinateManager and tracing() and cls.traced_type) or cls)
-
-    def __init__(
-        self,
-        D: int = 0,
-        num_threads: int = -1,
-        coordinate_map_type: Any = None,
-        allocator_type: Any = None,
-        minkowski_algorithm: Any = None,
-    ) -> None:
-        super().__init__(D)
-        self.minkowski_algorithm = minkowski_algorithm
-        self._groups: dict[tuple[Key, Key], PointGroups] = {}
-        self._plans: dict[Any, ConvolutionPlan] = {}
-
     # ---- other voxels
 
     def stride(self, coordinate_map_key: CoordinateMapKey, stride: Axes, string_id: str = "") -> CoordinateMapKey:
@@ -635,11 +619,7 @@ class CoordinateManager(KeyedMaps):
             ValueError: coordinates that are no multiples of their tensor stride.
         """
         source = self.find(key)
-        check_values("samples", samples, f"(M, {self.D + 1})")
-        if samples.is_complex() or samples.dtype == torch.bool:
-            raise TypeError(f"samples must be numbers; got {samples.dtype}")
-        if samples.ndim != 2 or samples.shape[1] != self.D + 1:
-            raise ValueError(f"samples must be (M, {self.D + 1}), the batch first; got {tuple(samples.shape)}")
+        check_rows("samples", samples, self.D + 1, "the batch first")
         if source.unit != source.stride:
             raise ValueError(
                 f"interpolation takes coordinates that are multiples of the tensor stride; {key} has others"

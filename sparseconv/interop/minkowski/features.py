@@ -32,9 +32,6 @@ class MinkowskiNonlinearityBase(MinkowskiModuleBase):
     def forward(self, input: SparseTensor | TensorField) -> SparseTensor | TensorField:
         return with_features(input, self.module)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
 
 def _of_torch(layer: type[nn.Module]) -> Any:
     """The class ``Minkowski{layer}``."""
@@ -366,9 +363,6 @@ class MinkowskiToSparseTensor(MinkowskiModuleBase):
             return to_sparse(input)
         return to_sparse_all(input, self.coordinates)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
 
 class MinkowskiToDenseTensor(MinkowskiModuleBase):
     """A sparse tensor -> dense (B, C, *spatial) of a shape; default: what holds every voxel."""
@@ -380,9 +374,6 @@ class MinkowskiToDenseTensor(MinkowskiModuleBase):
     def forward(self, input: SparseTensor) -> torch.Tensor:
         check_input(input, None)
         return input.dense(shape=self.shape)[0]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
 
 class MinkowskiToFeature(MinkowskiModuleBase):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import INTEGERS, check_mask, no_batch
-from sparseconv.interop.arguments import settled, specialized, whole
+from sparseconv.interop.arguments import check_features, settled, specialized, uniform_, whole
 from sparseconv.interop.minkowski.common import (
     Axes,
     BroadcastMode,
@@ -24,8 +23,6 @@ from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager, d
 from sparseconv.interop.minkowski.sparse_tensor import (
     SparseTensor,
     TensorField,
-    checked_at,
-    checked_features,
     features_of,
 )
 from sparseconv.kinds import check_kind, check_values, described
@@ -66,10 +63,10 @@ def place_key(
     return manager.insert_and_map(coordinates, stride)[0]
 
 
-def ends(
+def output_key(
     key: CoordinateMapKey,
     out_key: CoordinateMapKey | None,
-    manager: Any,
+    manager: CoordinateManager,
     kernel: KernelGenerator,
     transposed: bool = False,
     expand: bool = False,
@@ -84,27 +81,41 @@ def ends(
     return out_key
 
 
+def given_manager(manager: CoordinateManager | None) -> CoordinateManager:
+    """The manager of a function's keys, which MinkowskiEngine puts behind arguments that may be left out."""
+    if manager is None:
+        raise TypeError("the function takes the coordinate manager of its keys; got None")
+    return manager
+
+
 # ---- Convolutions with MinkowskiEngine's names and weights: ``kernel`` (V, C_in, C_out), ``bias`` (1, C_out)
 
 
 class MinkowskiModuleBase(torch.nn.Module):
     """The class of all layers here."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
-def _convolve(
-    features: torch.Tensor,
-    kernel: torch.Tensor,
-    generator: KernelGenerator,
-    in_key: CoordinateMapKey,
-    out_key: CoordinateMapKey | None,
-    manager: CoordinateManager,
-    transposed: bool,
-    bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, CoordinateMapKey]:
-    out_key = ends(in_key, out_key, manager, generator, transposed, generator.expand_coordinates)
-    plan = manager.plan(in_key, out_key, generator, transposed)
-    taps = kernel if kernel.ndim == 3 else kernel[None]
-    return plan.execute(features, taps, None if bias is None else bias.reshape(-1)), out_key
+    def _set_kernel(
+        self, generator: KernelGenerator | None, kernel_size: Axes, stride: Axes, dilation: Axes, dimension: int | None
+    ) -> KernelGenerator:
+        """Keep the kernel of a layer, made of its sizes where it was not given, and the number of axes."""
+        self.dimension = rank_of(dimension)
+        if generator is None:
+            generator = KernelGenerator(kernel_size, stride, dilation, dimension=self.dimension)
+        check_kind("kernel_generator", generator, KernelGenerator, "leave it out, or make one")
+        self.kernel_generator: KernelGenerator = generator
+        return generator
+
+    def _output(
+        self, input: Any, coordinates: Place | None, transposed: bool = False, expand: bool = False
+    ) -> tuple[CoordinateManager, CoordinateMapKey]:
+        """The manager of an input, and the key of the output at given coordinates or at those that a layer finds."""
+        check_input(input, self.dimension)
+        manager, kernel = input.coordinate_manager, self.kernel_generator
+        given = place_key(input, manager, coordinates, kernel, transposed)
+        return manager, output_key(input.key, given, manager, kernel, transposed, expand)
 
 
 def gradcheck(func: Any, inputs: Any, **options: Any) -> bool:
@@ -129,10 +140,11 @@ class MinkowskiConvolutionFunction:
         coordinate_manager: CoordinateManager | None = None,
     ) -> torch.Tensor:
         """Features (N, C_in) -> (N_out, C_out); an output key that is not set is set to the voxels reached."""
-        if coordinate_manager is None:
-            raise TypeError("coordinate_manager must be the manager of the keys; got None")
+        manager, kernel = given_manager(coordinate_manager), kernel_generator
         ends = in_coordinate_map_key, out_coordinate_map_key
-        return _convolve(input_features, kernel_weights, kernel_generator, *ends, coordinate_manager, cls.transposed)[0]
+        key = output_key(*ends, manager, kernel, cls.transposed, kernel.expand_coordinates)
+        plan = manager.plan(in_coordinate_map_key, key, kernel, cls.transposed)
+        return plan.execute(input_features, kernel_weights if kernel_weights.ndim == 3 else kernel_weights[None])
 
 
 class MinkowskiConvolutionTransposeFunction(MinkowskiConvolutionFunction):
@@ -175,33 +187,22 @@ class MinkowskiConvolutionBase(MinkowskiModuleBase):
         generate_new_coords: bool | None = None,
     ) -> None:
         super().__init__()
-        dimension = rank_of(dimension)
-        if generate_new_coords is not None:
-            expand_coordinates = generate_new_coords
-        (in_channels, out_channels) = whole([in_channels, out_channels], "channels", 1)
-        if kernel_generator is None:
-            kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
-        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
-        kernel_generator.expand_coordinates = expand_coordinates
-        self.in_channels, self.out_channels, self.dimension = in_channels, out_channels, dimension
-        self.is_transpose, self.kernel_generator = is_transpose, kernel_generator
-        self.convolution_mode = convolution_mode
-        volume = kernel_generator.kernel_volume
-        self.use_mm = volume == 1 and all(s == 1 for s in kernel_generator.kernel_stride)
-        shape = (in_channels, out_channels) if self.use_mm else (volume, in_channels, out_channels)
-        self.kernel = torch.nn.Parameter(torch.empty(shape))
+        kernel = self._set_kernel(kernel_generator, kernel_size, stride, dilation, dimension)
+        kernel.expand_coordinates = expand_coordinates if generate_new_coords is None else generate_new_coords
+        self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
+        self.is_transpose, self.convolution_mode = is_transpose, convolution_mode
+        self.use_mm = kernel.kernel_volume == 1 and all(s == 1 for s in kernel.kernel_stride)
+        shape = self.in_channels, self.out_channels
+        self.kernel = torch.nn.Parameter(torch.empty(shape if self.use_mm else (kernel.kernel_volume, *shape)))
         biased = bias if has_bias is None else has_bias
         self.bias: torch.nn.Parameter | None
-        self.register_parameter("bias", torch.nn.Parameter(torch.empty(1, out_channels)) if biased else None)
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(1, self.out_channels)) if biased else None)
         self.reset_parameters(is_transpose)
 
     def reset_parameters(self, is_transpose: bool = False) -> None:
         """Uniform in +-1/sqrt(n), n being taps times channels of the input (of the output, where transposed)."""
         channels = self.out_channels if is_transpose else self.in_channels
-        bound = 1 / math.sqrt(channels * self.kernel_generator.kernel_volume)
-        for parameter in (self.kernel, self.bias):
-            if parameter is not None:
-                torch.nn.init.uniform_(parameter, -bound, bound)
+        uniform_(channels * self.kernel_generator.kernel_volume, self.kernel, self.bias)
 
     def forward(self, input: SparseTensor, coordinates: Place | None = None) -> SparseTensor:
         """A `SparseTensor` -> one at ``coordinates``, or at the voxels of the output's tensor stride."""
@@ -213,17 +214,11 @@ class MinkowskiConvolutionBase(MinkowskiModuleBase):
         if self.use_mm and coordinates is None:
             product = input.F @ self.kernel
             return input.like(product if self.bias is None else product + self.bias.to(product.dtype))
-        manager = input.coordinate_manager
-        features, key = _convolve(
-            input.F,
-            self.kernel,
-            self.kernel_generator,
-            input.key,
-            place_key(input, manager, coordinates, self.kernel_generator, self.is_transpose),
-            manager,
-            self.is_transpose,
-            self.bias,
-        )
+        kernel, transposed = self.kernel_generator, self.is_transpose
+        manager, key = self._output(input, coordinates, transposed, kernel.expand_coordinates)
+        taps = self.kernel[None] if self.use_mm else self.kernel
+        bias = None if self.bias is None else self.bias.reshape(-1)
+        features = manager.plan(input.key, key, kernel, transposed).execute(input.F, taps, bias)
         return SparseTensor(features, coordinate_map_key=key, coordinate_manager=manager)
 
     def __repr__(self) -> str:
@@ -282,31 +277,22 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
         dimension: int = -1,
     ) -> None:
         super().__init__()
-        (in_channels,), dimension = whole([in_channels], "in_channels", 1), rank_of(dimension)
-        if kernel_generator is None:
-            kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
-        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
-        self.in_channels, self.dimension, self.kernel_generator = in_channels, dimension, kernel_generator
-        self.kernel_shape = kernel_generator.kernel_volume, in_channels
+        (self.in_channels,) = whole([in_channels], "in_channels", 1)
+        kernel = self._set_kernel(kernel_generator, kernel_size, stride, dilation, dimension)
+        self.kernel_shape = kernel.kernel_volume, self.in_channels
         self.kernel = torch.nn.Parameter(torch.empty(self.kernel_shape))
         self.bias: torch.nn.Parameter | None
-        self.register_parameter("bias", torch.nn.Parameter(torch.empty(1, in_channels)) if bias else None)
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(1, self.in_channels)) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(taps times channels)."""
-        bound = 1 / math.sqrt(self.in_channels * self.kernel_generator.kernel_volume)
-        for parameter in (self.kernel, self.bias):
-            if parameter is not None:
-                torch.nn.init.uniform_(parameter, -bound, bound)
+        uniform_(self.in_channels * self.kernel_generator.kernel_volume, self.kernel, self.bias)
 
     def forward(self, input: SparseTensor, coords: Place | None = None) -> SparseTensor:
         if tracing():  # there is no operator for it
             return transforms.eagerly(self.forward, input, coords)
-        check_input(input, self.dimension)
-        manager = input.coordinate_manager
-        given = place_key(input, manager, coords, self.kernel_generator)
-        key = ends(input.key, given, manager, self.kernel_generator)
+        manager, key = self._output(input, coords)
         out = depthwise_convolution(input.F, self.kernel, manager.plan(input.key, key, self.kernel_generator))
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
@@ -366,12 +352,10 @@ class MinkowskiLocalPoolingFunction:
         coordinate_manager: CoordinateManager | None = None,
     ) -> torch.Tensor:
         """Features (N, C) -> (N_out, C)."""
-        if coordinate_manager is None:
-            raise TypeError("coordinate_manager must be the manager of the keys; got None")
-        expand = cls.transposed and kernel_generator.expand_coordinates
+        manager, kernel = given_manager(coordinate_manager), kernel_generator
         given = in_coordinate_map_key, out_coordinate_map_key
-        key = ends(*given, coordinate_manager, kernel_generator, cls.transposed, expand)
-        return _pool(input_features, pooling_mode, kernel_generator, given[0], key, coordinate_manager, cls.transposed)
+        key = output_key(*given, manager, kernel, cls.transposed, cls.transposed and kernel.expand_coordinates)
+        return _pool(input_features, pooling_mode, kernel, in_coordinate_map_key, key, manager, cls.transposed)
 
 
 class MinkowskiLocalPoolingTransposeFunction(MinkowskiLocalPoolingFunction):
@@ -402,18 +386,12 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
         dimension: int | None = -1,
     ) -> None:
         super().__init__()
-        dimension = rank_of(dimension)
-        if kernel_generator is None:
-            kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
-        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
-        self.is_transpose, self.kernel_generator = is_transpose, kernel_generator
-        self.pooling_mode, self.dimension = pooling_mode, dimension
+        self._set_kernel(kernel_generator, kernel_size, stride, dilation, dimension)
+        self.is_transpose, self.pooling_mode = is_transpose, pooling_mode
 
     def forward(self, input: SparseTensor, coordinates: Place | None = None) -> SparseTensor:
-        check_input(input, self.dimension)
-        kernel, manager, transposed = self.kernel_generator, input.coordinate_manager, self.is_transpose
-        given = place_key(input, manager, coordinates, kernel, transposed)
-        key = ends(input.key, given, manager, kernel, transposed, transposed and kernel.expand_coordinates)
+        kernel, transposed = self.kernel_generator, self.is_transpose
+        manager, key = self._output(input, coordinates, transposed, transposed and kernel.expand_coordinates)
         out = _pool(input.F, self.pooling_mode, kernel, input.key, key, manager, transposed)
         return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
 
@@ -482,11 +460,10 @@ class MinkowskiGlobalPoolingFunction:
         coordinate_manager: CoordinateManager | None = None,
     ) -> torch.Tensor:
         """Features (N, C) -> (B, C)."""
-        if coordinate_manager is None:
-            raise TypeError("coordinate_manager must be the manager of the keys; got None")
+        manager = given_manager(coordinate_manager)
         if out_coordinate_map_key is not None and not out_coordinate_map_key.is_key_set():
-            out_coordinate_map_key.set_key(*coordinate_manager.origin().get_key())
-        return _global(input_features, pooling_mode, in_coordinate_map_key, coordinate_manager)
+            out_coordinate_map_key.set_key(*manager.origin().get_key())
+        return _global(input_features, pooling_mode, in_coordinate_map_key, manager)
 
 
 class MinkowskiGlobalPooling(MinkowskiModuleBase):
@@ -536,7 +513,8 @@ class MinkowskiDirectMaxPoolingFunction:
         """y[o] = the maximum of x[in_map[p]] over the pairs p with out_map[p] = o: (N, C) -> (out_nrows, C)."""
         check_values("in_map", in_map, "(P,) integers")
         check_values("out_map", out_map, "(P,) integers")
-        features = checked_features(in_feat)
+        check_features("in_feat", in_feat)
+        features = in_feat
         if in_map.ndim != 1 or in_map.dtype not in INTEGERS or in_map.shape != out_map.shape:
             raise ValueError(
                 f"in_map and out_map must be (P,) integers; got {tuple(in_map.shape)} {in_map.dtype} and "
@@ -563,13 +541,12 @@ class MinkowskiPruningFunction:
         coords_manager: CoordinateManager | None = None,
     ) -> torch.Tensor:
         """Features (N, C) -> those where mask (N,) bool is true; sets an output key that is not set."""
-        if coords_manager is None:
-            raise TypeError("coords_manager must be the manager of the key; got None")
-        features = checked_at("in_feat", in_feat, coords_manager.size(in_coords_key), "a voxel")
-        check_mask(mask, len(features))
+        manager = given_manager(coords_manager)
+        check_features("in_feat", in_feat, manager.size(in_coords_key))
+        check_mask(mask, len(in_feat))
         if out_coords_key is not None and not out_coords_key.is_key_set():
-            out_coords_key.set_key(*coords_manager.prune(in_coords_key, mask).get_key())
-        return features[mask]
+            out_coords_key.set_key(*manager.prune(in_coords_key, mask).get_key())
+        return in_feat[mask]
 
 
 class MinkowskiPruning(MinkowskiModuleBase):
@@ -581,9 +558,6 @@ class MinkowskiPruning(MinkowskiModuleBase):
         manager = input.coordinate_manager
         key = manager.prune(input.key, mask)
         return SparseTensor(input.F[mask], coordinate_map_key=key, coordinate_manager=manager)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
 
 class MinkowskiUnionFunction:
@@ -600,7 +574,7 @@ class MinkowskiUnionFunction:
         if len(in_feats) != len(in_coords_keys) or len(in_feats) < 2:
             raise ValueError(f"a union takes two tensors or more; got {len(in_feats)}, {len(in_coords_keys)} keys")
         for key, features in zip(in_coords_keys, in_feats):
-            checked_at("in_feats", features, coordinate_manager.size(key), "a voxel of its key")
+            check_features("in_feats", features, coordinate_manager.size(key), "a voxel of its key")
         if len({features.shape[1] for features in in_feats}) > 1:
             raise ValueError(f"in_feats must have as many channels each; got {[tuple(x.shape) for x in in_feats]}")
         maps = coordinate_manager.union_map(in_coords_keys, out_coords_key)
@@ -626,9 +600,6 @@ class MinkowskiUnion(MinkowskiModuleBase):
         out = MinkowskiUnionFunction.apply([x.key for x in inputs], key, manager, *(x.F for x in inputs))
         return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
 
 class MinkowskiInterpolationFunction:
     """Interpolation as a function of features and points; differentiable in both."""
@@ -641,11 +612,10 @@ class MinkowskiInterpolationFunction:
         coordinate_manager: CoordinateManager | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Features (N, C), points (M, 1+D) -> (features (M, C), voxel rows, point rows, weights)."""
-        if coordinate_manager is None:
-            raise TypeError("coordinate_manager must be the manager of the key; got None")
-        plan, points = coordinate_manager.interpolation(in_coordinate_map_key, tfield)
+        manager = given_manager(coordinate_manager)
+        plan, points = manager.interpolation(in_coordinate_map_key, tfield)
         out = plan.interpolate(input_features, points).to(input_features.dtype)
-        found = coordinate_manager.interpolation_map_weight(in_coordinate_map_key, tfield.detach())
+        found = manager.interpolation_map_weight(in_coordinate_map_key, tfield.detach())
         return out, found[0], found[1], found[2]
 
 
@@ -666,9 +636,6 @@ class MinkowskiInterpolation(MinkowskiModuleBase):
         asked = [(in_map, out_map)] * self.return_kernel_map + [weights] * self.return_weights
         return (out, *asked)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
 
 # ---- Features of whole batch items, given to each of their voxels
 
@@ -676,7 +643,7 @@ class MinkowskiInterpolation(MinkowskiModuleBase):
 def spread(features_global: torch.Tensor, key: CoordinateMapKey, manager: CoordinateManager) -> torch.Tensor:
     """(B, C) of the batch items -> (N, C) of the voxels of a key."""
     items = manager.find(key).items
-    checked_features(features_global)
+    check_features("features_global", features_global)
     if len(features_global) < items.num_voxels:
         raise ValueError(f"a broadcast takes a row for each of {items.num_voxels} batch items; got "
                          f"{tuple(features_global.shape)}: pool globally first")  # fmt: skip
@@ -704,7 +671,7 @@ class MinkowskiBroadcastFunction:
         coords_manager: CoordinateManager,
     ) -> torch.Tensor:
         """Features (N, C) and (B, C) -> (N, C): their sum or product."""
-        checked_at("input_features", input_features, coords_manager.size(in_coords_key), "a voxel")
+        check_features("input_features", input_features, coords_manager.size(in_coords_key))
         each = spread(input_features_global, in_coords_key, coords_manager)
         _check_channels(input_features, each)
         added = operation_type is BroadcastMode.ELEMENTWISE_ADDITON

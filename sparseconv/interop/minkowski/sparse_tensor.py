@@ -14,10 +14,11 @@ from sparseconv.kinds import check_tensor, described
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-import math
 
 from sparseconv import transforms
-from sparseconv.interop.arguments import axes, check_order, lower_corners, met, whole
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.views.dense import filled
+from sparseconv.interop.arguments import axes, check_features, check_order, lower_corners, met, whole
 from sparseconv.interop.minkowski.common import Axes, check_mode, convert_to_int_list
 from sparseconv.interop.minkowski.common import SparseTensorQuantizationMode as Mode
 from sparseconv.kinds import as_device, check_kind, check_values
@@ -284,22 +285,6 @@ class Tensor:
         )
 
 
-def checked_features(features: Any) -> torch.Tensor:
-    """Features (N, C), or an error that says so."""
-    check_tensor("features", features, "(N, C)")
-    if features.ndim != 2:
-        raise ValueError(f"features must be (N, C); got {tuple(features.shape)}")
-    return features
-
-
-def checked_at(name: str, features: Any, rows: int, each: str) -> torch.Tensor:
-    """Features (N, C) with so many rows, or an error that says so."""
-    check_tensor(name, features, f"({rows}, C)")
-    if features.ndim != 2 or len(features) != rows:
-        raise ValueError(f"{name} must be ({rows}, C), one row {each}; got {tuple(features.shape)}")
-    return features
-
-
 def features_of(input: Any) -> torch.Tensor:
     """The features of a sparse tensor or a field; TypeError for anything else."""
     if not isinstance(input, Tensor):
@@ -395,25 +380,26 @@ class SparseTensor(Tensor):
         coords_key: CoordinateMapKey | None = None,
         coords_manager: CoordinateManager | None = None,
     ) -> None:
-        features = checked_features(feats if features is None else features)
+        rows: Any = feats if features is None else features
+        check_features("features", rows)
         coordinates = coords if coordinates is None else coordinates
-        check_order("SparseTensor(features, coordinates, ...)", features, coordinates)
+        check_order("SparseTensor(features, coordinates, ...)", rows, coordinates)
         key: Any = coords_key if coordinate_map_key is None else coordinate_map_key
         manager: Any = coords_manager if coordinate_manager is None else coordinate_manager
         _check_source(coordinates, key, manager)
-        features, coordinates = _placed(features, coordinates, device)
+        rows, coordinates = _placed(rows, coordinates, device)
         check_mode("quantization_mode", quantization_mode, Mode)
         self.quantization_mode = quantization_mode
         self._C = None
         if coordinates is not None:
-            features, manager, key, (self.unique_index, self.inverse_mapping) = _quantized(
-                features, coordinates, manager, tensor_stride, quantization_mode
+            rows, manager, key, (self.unique_index, self.inverse_mapping) = _quantized(
+                rows, coordinates, manager, tensor_stride, quantization_mode
             )
-        elif surely(features.shape[0] != manager.size(key)):
-            raise ValueError(f"{key} names {manager.size(key)} voxels; got features {tuple(features.shape)}")
+        elif surely(rows.shape[0] != manager.size(key)):
+            raise ValueError(f"{key} names {manager.size(key)} voxels; got features {tuple(rows.shape)}")
         if requires_grad is not None:
-            features.requires_grad_(requires_grad)
-        self._F, self._manager, self._D = features, manager, manager.D
+            rows.requires_grad_(requires_grad)
+        self._F, self._manager, self._D = rows, manager, manager.D
         self.coordinate_map_key: CoordinateMapKey = key
 
     @property
@@ -497,11 +483,7 @@ class SparseTensor(Tensor):
                 f"voxels from {at.min(0).values.tolist()} to {at.max(0).values.tolist()} (batch first) do not fit in "
                 f"{size}: give min_coordinate for coordinates below 0, or a larger shape"
             )
-        flat = torch.zeros(len(at), dtype=torch.int64, device=at.device)
-        for column, n in enumerate(size):
-            flat = flat * n + at[:, column]
-        dense = self._F.new_zeros(math.prod(size), self._F.shape[1]).index_copy(0, flat, self._F)
-        return dense.view(*size, self._F.shape[1]).movedim(-1, 1).contiguous(), low, stride
+        return filled(self._F, at, size[0], IndexRange.of_shape(size[1:])).contiguous(), low, stride
 
     def sparse(
         self,
@@ -588,7 +570,7 @@ class TensorField(Tensor):
         requires_grad: bool | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        features = checked_features(features)
+        check_features("features", features)
         check_order("TensorField(features, coordinates, ...)", features, coordinates)
         key: Any = coordinate_field_map_key
         manager: Any = coordinate_manager

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.interop.arguments import check_rows
 from sparseconv.interop.torchsparse.conventions import make_ntuple
 from sparseconv.interop.torchsparse.nn.functional import sphashquery
-from sparseconv.kinds import check_values
 
 
 class GPUHashTable:
@@ -25,14 +24,14 @@ class GPUHashTable:
 
     def insert_coords(self, coords: torch.Tensor) -> None:
         """Coordinates (N, 4) int32, (x, y, z, batch)."""
-        _check_last(coords)
+        check_rows("coords", coords, 4, "(x, y, z, batch)")
         self._grid = VoxelGrid(torch.cat([coords[:, 3:], coords[:, :3]], 1))
 
     def lookup_coords(self, coords: torch.Tensor, kernel_size: Any, stride: Any, kernel_volume: Any) -> torch.Tensor:
         """(N, V) int32: rows at stride * c + tap - (kernel_size - 1) // 2; taps in the order of a layer's weight."""
         if self._grid is None:
             raise ValueError("insert coordinates first")
-        _check_last(coords)
+        check_rows("coords", coords, 4, "(x, y, z, batch)")
         kernel, steps = make_ntuple(kernel_size, 3), make_ntuple(stride, 3)
         odd = kernel[0] * kernel[1] * kernel[2] % 2
         axes = [torch.arange(k, device=coords.device) - (k - 1) // 2 for k in kernel]
@@ -51,12 +50,6 @@ class GPUHashTable:
         if self._references is None:
             raise ValueError("insert hashes first")
         return (sphashquery(queries, self._references) + 1).int()
-
-
-def _check_last(coords: torch.Tensor) -> None:
-    check_values("coords", coords, "(N, 4) integers, (x, y, z, batch)")
-    if coords.ndim != 2 or coords.shape[1] != 4 or coords.dtype not in INTEGERS:
-        raise ValueError(f"coords must be (N, 4) integers, (x, y, z, batch); got {tuple(coords.shape)} {coords.dtype}")
 
 
 # ---- ``torchsparse.backends`` and tuning; nothing here has an effect

@@ -14,7 +14,18 @@ import torch
 from sparseconv import transforms
 from sparseconv.geometry.arguments import own, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, check_order, is_unwritten, met, scaled, settled
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.views.dense import filled
+from sparseconv.interop.arguments import (
+    axes,
+    check_features,
+    check_order,
+    check_rows,
+    is_unwritten,
+    met,
+    scaled,
+    settled,
+)
 from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
     Version,
     get_allow_negative_coordinates,
@@ -22,7 +33,7 @@ from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
     make_ntuple,
     set_allow_negative_coordinates,
 )
-from sparseconv.kinds import check_kind, check_tensor, check_values
+from sparseconv.kinds import check_kind, check_tensor
 from sparseconv.torch_private import settable, surely, tracing
 from sparseconv.transforms import check_not_recorded
 
@@ -405,9 +416,7 @@ class PointTensor:
 
 def check_coords(coords: Any) -> None:
     """Raise unless these are coordinates of a batch."""
-    check_values("coords", coords, _COORDS)
-    if coords.ndim != 2 or coords.shape[1] != 4:
-        raise ValueError(f"coords must be {_COORDS}; got {tuple(coords.shape)}")
+    check_rows("coords", coords, 4, "three axes and the batch")
 
 
 def inner(coords: torch.Tensor, stride: Strides) -> torch.Tensor:
@@ -432,16 +441,10 @@ def to_dense(feats: torch.Tensor, coords: torch.Tensor, spatial_range: Any) -> t
     """Features (N, C) at coords (N, 4), the batch first -> (B, x, y, z, C); voxels outside raise ValueError."""
     size = make_ntuple(spatial_range, 4)
     check_coords(coords)
-    check_tensor("feats", feats, f"({len(coords)}, C)")
-    if feats.ndim != 2 or len(feats) != len(coords):
-        raise ValueError(f"feats must be ({len(coords)}, C), one row for each of coords; got {tuple(feats.shape)}")
+    check_features("feats", feats, len(coords), "for each of coords")
     if bool(((coords < 0) | (coords >= row(size, coords))).any()):
         raise ValueError(f"some voxels lie outside of the spatial range {size}")
-    flat = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
-    for column, n in enumerate(size):
-        flat = flat * n + coords[:, column]
-    cells = size[0] * size[1] * size[2] * size[3]
-    return feats.new_zeros(cells, feats.shape[1]).index_copy(0, flat, feats).view(*size, -1)
+    return filled(feats, coords, size[0], IndexRange.of_shape(size[1:])).movedim(1, -1)
 
 
 # ---- ``torchsparse.operators``

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from sparseconv.interop.arguments import lower_corners
-from sparseconv.interop.flex_gemm.geometry import check_features, sizes, voxels
+from sparseconv.interop.arguments import check_features, lower_corners
+from sparseconv.interop.flex_gemm.geometry import sizes, voxels
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.interpolation import Interpolation
 
@@ -47,7 +47,7 @@ def grid_sample_3d(
     check_choice("mode", mode, ("nearest", "trilinear"))
     items, channels, *edges = sizes(shape)
     place = voxels("coords", lower_corners("coords", coords), items, edges)
-    check_features(feats, len(place))
+    check_features("feats", feats, len(place))
     check_values("grid", grid, "(B, L, 3)")
     if grid.ndim != 3 or grid.shape[2] != 3 or len(grid) > items or not grid.is_floating_point():
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.arguments import INT32
+from sparseconv.interop.arguments import check_rows
 from sparseconv.interop.flex_gemm.geometry import bits, sizes
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.serialization import serial_codes
@@ -30,9 +31,7 @@ def encode_seq(coords: torch.Tensor, shape: Any, mode: str = "z_order") -> torch
     [5, 8]
     """
     check_choice("mode", mode, tuple(CURVES))
-    check_values("coords", coords, "(N, 4) integers")
-    if coords.ndim != 2 or coords.shape[1] != 4:
-        raise ValueError(f"coords must be (N, 4), the batch item and three axes; got {tuple(coords.shape)}")
+    check_rows("coords", coords, 4, "the batch item and three axes")
     depth, total = _depth(shape)
     items = coords[:, 0].long()
     if len(coords) and not 0 <= int(items.min()) <= int(items.max()) < shape[0]:

@@ -12,8 +12,8 @@ from sparseconv.compiler.traced import TracedPlan
 from sparseconv.geometry.arguments import own
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
-from sparseconv.interop.arguments import axes, is_unwritten
-from sparseconv.interop.flex_gemm.geometry import bits, check_features, sizes, voxels
+from sparseconv.interop.arguments import axes, check_features, is_unwritten
+from sparseconv.interop.flex_gemm.geometry import bits, sizes, voxels
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.serialization import serialize
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -303,7 +303,7 @@ def _check_cache(cache: Any, kind: type[Kept], kernel_size: Ints, **window: Ints
 def _execute(
     feats: torch.Tensor, neighbor_cache: _NeighborCache, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    check_features(feats, len(neighbor_cache.plan.source))
+    check_features("feats", feats, len(neighbor_cache.plan.source))
     if feats.shape[1] != weight.shape[4]:
         raise ValueError(f"feats have {feats.shape[1]} channels, the weight {tuple(weight.shape)} takes the last")
     return neighbor_cache.plan.execute(feats, weight.flatten(1, 3).permute(1, 2, 0), bias)

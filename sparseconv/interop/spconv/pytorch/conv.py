@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import REQUIRED, axes, check_algorithm, whole
+from sparseconv.interop.arguments import REQUIRED, axes, check_algorithm, uniform_, whole
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, activated, activation_name, default_algo
@@ -123,10 +123,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan_in), weight and bias."""
-        bound = 1 / math.sqrt(self.in_channels // self.groups * math.prod(self.kernel_size))
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                torch.nn.init.uniform_(parameter, -bound, bound)
+        uniform_(self.in_channels // self.groups * math.prod(self.kernel_size), self.weight, self.bias)
 
     def _before_loading(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if RECORD in self._buffers:

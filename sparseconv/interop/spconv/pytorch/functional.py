@@ -10,7 +10,7 @@ import torch
 from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.interop.arguments import whole
+from sparseconv.interop.arguments import check_features, whole
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import activated
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
@@ -125,13 +125,6 @@ def _check_rows(name: str, found: torch.Tensor, least: int, rows: int) -> None:
             raise ValueError(f"{name} must name rows from {least} to {rows - 1} here; got {low} to {high}")
 
 
-def check_features(features: torch.Tensor) -> None:
-    """Raise unless features are (N, C)."""
-    check_values("features", features, "(N, C)")
-    if features.ndim != 2:
-        raise ValueError(f"features must be (N, C); got {tuple(features.shape)}")
-
-
 def convolved(
     features: torch.Tensor,
     filters: torch.Tensor,
@@ -183,7 +176,7 @@ def indice_conv(
     Returns:
         (num_activate_out, C_out); differentiable to any order.
     """
-    check_features(features)
+    check_features("features", features)
     edges = of_pairs(indice_pairs, indice_pair_num, len(features), num_activate_out)
     return convolved(features, filters, edges, bias, act_type, act_alpha)
 
@@ -227,7 +220,7 @@ def implicit_gemm(
     act_type: Any = None,
 ) -> torch.Tensor:
     """A convolution over the table ``pair_fwd`` (K, N_out) of input rows; the other tables and flags have no effect."""
-    check_features(features)
+    check_features("features", features)
     edges = of_table(pair_fwd, len(features), num_activate_out)
     return convolved(features, filters, edges, bias, act_type, act_alpha)
 
@@ -242,7 +235,7 @@ def indice_maxpool(
 
     ``features`` are (N_in, C), the result is (num_activate_out, C); differentiable to any order.
     """
-    check_features(features)
+    check_features("features", features)
     return _largest(features, of_pairs(indice_pairs, indice_pair_num, len(features), num_activate_out))
 
 
@@ -250,7 +243,7 @@ def indice_maxpool_implicit_gemm(
     features: torch.Tensor, indice_pairs_fwd: torch.Tensor, indice_pairs_bwd: torch.Tensor | None, num_activate_out: int
 ) -> torch.Tensor:
     """`indice_maxpool` by the table ``indice_pairs_fwd`` (K, N_out) of input rows; the other has no effect."""
-    check_features(features)
+    check_features("features", features)
     return _largest(features, of_table(indice_pairs_fwd, len(features), num_activate_out))
 
 
@@ -262,7 +255,7 @@ def indice_avgpool_implicit_gemm(
     calc_count: bool = True,
 ) -> torch.Tensor:
     """The mean of the rows that each output sees, by a table (K, N_out); ``calc_count`` has no effect."""
-    check_features(features)
+    check_features("features", features)
     edges = of_table(indice_pairs_fwd, len(features), num_activate_out)
     wide = features.to(torch.promote_types(features.dtype, torch.float32))
     counts = (edges.neighbors >= 0).sum(0).clamp(min=1)[:, None].to(wide.dtype)

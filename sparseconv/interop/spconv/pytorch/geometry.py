@@ -14,6 +14,7 @@ from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid, left_trace
 from sparseconv.geometry.grid_cache import known, remember
 from sparseconv.geometry.ranges import IndexRange, Ints
+from sparseconv.interop import arguments
 from sparseconv.interop.arguments import is_unwritten
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.nn.capturing.region import Shape, own_shape
@@ -191,14 +192,8 @@ def check_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
 def _look_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
     if exporting() or not len(voxels) or voxels.count is not None:
         return
-    box = IndexRange.of_shape(shape)
-    if not box.encloses(voxels.known_box[0]) and not box.encloses(extent := voxels.extent):
-        coords = voxels.coords[:, 1:]
-        row = int(((coords < 0) | (coords >= torch.tensor(shape, device=coords.device))).any(1).nonzero()[0])
-        raise ValueError(
-            f"indices must lie within spatial_shape {list(shape)}, but they reach over {extent}, first in row {row}, "
-            f"{voxels.coords[row].tolist()}: pass a larger shape, or leave such rows out"
-        )
+    if not IndexRange.of_shape(shape).encloses(voxels.known_box[0]):
+        arguments.check_inside("indices", voxels, shape, "spatial_shape")
 
 
 class IndiceData:

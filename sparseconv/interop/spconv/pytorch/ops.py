@@ -10,7 +10,7 @@ import torch
 from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import axes, whole
+from sparseconv.interop.arguments import axes, check_features, whole
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch import functional
 from sparseconv.interop.spconv.pytorch.geometry import (
@@ -171,7 +171,7 @@ def indice_conv_backward(
     timer: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of features and filters of `indice_conv`."""
-    functional.check_features(out_bp)
+    check_features("out_bp", out_bp)
     x, w = (t.detach().requires_grad_() for t in (features, filters))
     with torch.enable_grad():
         y = indice_conv(x, w, indice_pairs, indice_pair_num, len(out_bp), inverse)

@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import axes, whole
+from sparseconv.interop.arguments import axes, uniform_, whole
 from sparseconv.interop.torchsparse.conventions import Version, get_version, make_ntuple
 from sparseconv.interop.torchsparse.nn import functional as F
 from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner, multiplied, outer
@@ -95,10 +95,7 @@ class Conv3d(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(n), n being taps times channels of the input (of the output, where transposed)."""
         channels = self.out_channels if self.transposed else self.in_channels
-        bound = 1 / math.sqrt(channels * self.kernel_volume)
-        for parameter in (self.kernel, self.bias):
-            if parameter is not None:
-                torch.nn.init.uniform_(parameter, -bound, bound)
+        uniform_(channels * self.kernel_volume, self.kernel, self.bias)
 
     def forward(self, input: SparseTensor) -> SparseTensor:
         return F.conv3d(
@@ -122,18 +119,20 @@ class Conv3d(torch.nn.Module):
         return ", ".join(words)
 
 
-class BatchNorm(torch.nn.BatchNorm1d):
+class _OnFeatures:
+    """Runs the layer of torch behind it on the features of a tensor."""
+
+    def forward(self, input: Any) -> Any:
+        layer: Any = super()
+        return fapply(input, layer.forward)
+
+
+class BatchNorm(_OnFeatures, torch.nn.BatchNorm1d):
     """``torch.nn.BatchNorm1d`` over all voxels."""
 
-    def forward(self, input: Any) -> Any:
-        return fapply(input, super().forward)
 
-
-class InstanceNorm(torch.nn.InstanceNorm1d):
+class InstanceNorm(_OnFeatures, torch.nn.InstanceNorm1d):
     """``torch.nn.InstanceNorm1d`` of features (N, C), as torchsparse calls it: over the channels of each voxel."""
-
-    def forward(self, input: Any) -> Any:
-        return fapply(input, super().forward)
 
 
 class GroupNorm(torch.nn.GroupNorm):
@@ -155,25 +154,16 @@ class GroupNorm(torch.nn.GroupNorm):
         return input.like((out if self.weight is None else out * self.weight + self.bias).to(input.feats.dtype))
 
 
-class ReLU(torch.nn.ReLU):
+class ReLU(_OnFeatures, torch.nn.ReLU):
     """``torch.nn.ReLU`` on features."""
 
-    def forward(self, input: Any) -> Any:
-        return fapply(input, super().forward)
 
-
-class LeakyReLU(torch.nn.LeakyReLU):
+class LeakyReLU(_OnFeatures, torch.nn.LeakyReLU):
     """``torch.nn.LeakyReLU`` on features."""
 
-    def forward(self, input: Any) -> Any:
-        return fapply(input, super().forward)
 
-
-class SiLU(torch.nn.SiLU):
+class SiLU(_OnFeatures, torch.nn.SiLU):
     """``torch.nn.SiLU`` on features."""
-
-    def forward(self, input: Any) -> Any:
-        return fapply(input, super().forward)
 
 
 class GlobalAvgPool(torch.nn.Module):
@@ -253,8 +243,7 @@ class _Kernels(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(C_in); the bias stays."""
-        bound = 1 / math.sqrt(self.in_channels)
-        torch.nn.init.uniform_(self.kernel, -bound, bound)
+        uniform_(self.in_channels, self.kernel)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, n_kernels={self.n_kernels}, dim={self.dim}"
