@@ -19,7 +19,7 @@ from sparseconv.kinds import check_kind, check_tensor, check_values, described, 
 from sparseconv.torch_private import exporting, surely, tracing
 
 
-def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
+def integers(values: Any, name: str, minimum: int | None = None) -> list[int]:
     """Integers, and floats without a fraction, as numpy's arithmetic makes of shapes; nothing is rounded.
 
     Raises:
@@ -101,22 +101,22 @@ def axes(value: Any, rank: int, name: str, minimum: int | None = None) -> list[i
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     if several and len(value) != rank:
         raise ValueError(f"{name} must be one whole number or {rank} of them; got {shortened(value)}")
-    return whole(value if several else [value] * rank, name, minimum)
+    return integers(value if several else [value] * rank, name, minimum)
 
 
-def settled(values: Sequence[Any]) -> tuple[int, ...]:
+def trace_constants(values: Sequence[Any]) -> tuple[int, ...]:
     """Numbers of a layer. While torch traces they are constants of the program, and other ones are for another."""
     return tuple([operator.index(n) for n in values]) if tracing() else tuple(values)
 
 
-def lower_corners(name: str, points: torch.Tensor) -> torch.Tensor:
+def floor_to_int32(name: str, points: torch.Tensor) -> torch.Tensor:
     """Integers, and the whole numbers below others, as int32.
 
     Raises:
         TypeError: no numbers of one kind.
         ValueError: a number that is not finite, or past 32 bits.
 
-    >>> lower_corners("coords", torch.tensor([[1.5, -0.5]])).tolist()
+    >>> floor_to_int32("coords", torch.tensor([[1.5, -0.5]])).tolist()
     [[1, -1]]
     """
     check_values(name, points)
@@ -134,7 +134,7 @@ def lower_corners(name: str, points: torch.Tensor) -> torch.Tensor:
     return points.int()
 
 
-def scaled(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:
+def scaled_coords(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:
     """The coords (N, 1+D) int32 of a grid, its voxels times ``steps``; ValueError past 32 bits."""
     if not tracing() and len(grid):
         box = grid.extent
@@ -142,7 +142,7 @@ def scaled(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:
     return (grid.coords * row((1, *steps), grid.coords)).int()
 
 
-def is_unwritten(coords: torch.Tensor, version: int, kept: torch.Tensor) -> bool:
+def is_unmodified(coords: torch.Tensor, version: int, kept: torch.Tensor) -> bool:
     """Whether a client's coordinates are still those of that version, which were kept.
 
     On the CPU values are compared, since numpy and ``.data`` write past torch's counter. On a GPU the counter alone is
@@ -167,14 +167,14 @@ def check_algorithm(value: Any) -> None:
         check_kind("algo", value, Enum, "leave it out, or pass a ConvAlgo: sparseconv chooses by itself")
 
 
-def met(kept: Any, traced: Any) -> Any:
+def maps_for_trace(kept: Any, traced: Any) -> Any:
     """The maps that a tensor keeps: those of the trace, a ``traced``, while torch traces, and ordinary ones else.
 
-    ``traced.of`` makes one that stands for ordinary maps, ``left`` the ordinary maps of one whose program has run.
+    ``traced.of`` makes one that stands for ordinary maps, ``after_trace`` the ordinary maps that one has become.
     """
     is_traced = isinstance(kept, traced)
     if not tracing():
-        return kept.left() if is_traced else kept
+        return kept.after_trace() if is_traced else kept
     if is_traced and kept.ordinary is None:
         return kept
     return traced.of(kept.ordinary if is_traced else kept)

@@ -9,7 +9,7 @@ import torch
 import sparseconv.interop.minkowski as ME
 import sparseconv.interop.torchsparse as torchsparse
 import sparseconv.interop.torchsparse.nn as spnn
-from sparseconv.interop.arguments import lower_corners
+from sparseconv.interop.arguments import floor_to_int32
 from sparseconv.interop.minkowski.utils import batched_coordinates, sparse_quantize
 from sparseconv.interop.torchsparse.conventions import set_version
 from sparseconv.interop.torchsparse.utils import collate, quantize
@@ -86,8 +86,8 @@ def test_what_is_not_finite_is_refused(what, value):
 def test_what_just_fits_is_right():
     ends = torch.tensor([[-(2**31), 2**31 - 1]])
     for dtype in (torch.int64, torch.float64):
-        assert lower_corners("coords", ends.to(dtype)).tolist() == ends.tolist()
-    assert lower_corners("coords", torch.tensor([-0.5, 2.5])).tolist() == [-1, 2]
-    assert lower_corners("coords", torch.zeros(0, 3)).shape == (0, 3)
+        assert floor_to_int32("coords", ends.to(dtype)).tolist() == ends.tolist()
+    assert floor_to_int32("coords", torch.tensor([-0.5, 2.5])).tolist() == [-1, 2]
+    assert floor_to_int32("coords", torch.zeros(0, 3)).shape == (0, 3)
     half = torch.tensor([1.5, -1.5], dtype=torch.float16)
-    assert lower_corners("coords", half).tolist() == [1, -2]
+    assert floor_to_int32("coords", half).tolist() == [1, -2]

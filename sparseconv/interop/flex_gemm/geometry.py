@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import check_inside, check_rows, whole
+from sparseconv.interop.arguments import check_inside, check_rows, integers
 from sparseconv.torch_private import tracing
 
 
 def sizes(shape: Any) -> list[int]:
     """Batch items, channels, W, H, D."""
-    found = whole(shape, "shape", 0)
+    found = integers(shape, "shape", 0)
     if len(found) != 5:
         raise ValueError(f"shape must be (batch size, channels, W, H, D); got {tuple(found)}")
     return found

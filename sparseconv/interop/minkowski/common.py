@@ -12,7 +12,7 @@ import torch
 
 from sparseconv.geometry.ranges import Ints
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import axes, lower_corners, settled, whole
+from sparseconv.interop.arguments import axes, floor_to_int32, integers, trace_constants
 from sparseconv.kinds import as_tensor, check_kind
 
 #: one integer, or one an axis
@@ -171,9 +171,9 @@ class CoordinateMapKey:
     def __init__(self, size_or_stride: int | Sequence[int], string_id: str | None = None) -> None:
         self._key: Key | None = None
         if isinstance(size_or_stride, int):
-            (self._size,) = whole([size_or_stride], "size_or_stride", 2)
+            (self._size,) = integers([size_or_stride], "size_or_stride", 2)
         else:
-            stride = whole(size_or_stride, "size_or_stride", 0)
+            stride = integers(size_or_stride, "size_or_stride", 0)
             self._size = len(stride) + 1
             self.set_key(stride, "" if string_id is None else string_id)
 
@@ -187,7 +187,7 @@ class CoordinateMapKey:
         """The stride and the string; raises ValueError where no layer has set them yet."""
         if self._key is None:
             raise ValueError("this coordinate map key is not set: a layer sets it when it makes its output's voxels")
-        return settled(self._key[0]), self._key[1]
+        return trace_constants(self._key[0]), self._key[1]
 
     def is_key_set(self) -> bool:
         return self._key is not None
@@ -203,7 +203,7 @@ class CoordinateMapKey:
         """Set the stride and the string, given apart or as one pair."""
         if string_id is None:
             stride, string_id = stride
-        stride = whole(stride, "stride", 0)
+        stride = integers(stride, "stride", 0)
         check_kind("string_id", string_id, str, "pass the string that tells apart sets of one stride")
         if len(stride) + 1 != self._size:
             raise ValueError(f"a key of {self._size} columns takes a stride of {self._size - 1} axes; got {stride}")
@@ -270,7 +270,7 @@ class KernelGenerator:
         self.kernel_dilation = positive("dilation", dilation, dimension)
         self.region_type, self.axis_types = region_of(region_type), axis_types
         offsets = as_tensor("region_offsets", [] if region_offsets is None else region_offsets)
-        self.region_offsets = lower_corners("region_offsets", offsets) if offsets.numel() else offsets.int()
+        self.region_offsets = floor_to_int32("region_offsets", offsets) if offsets.numel() else offsets.int()
         self.expand_coordinates = expand_coordinates
         self.requires_strided_coordinates = all(
             s == 1 for s in self.kernel_stride
@@ -307,12 +307,12 @@ class KernelGenerator:
 
     def window(self, reach: Ints) -> dict[str, Any]:
         """What a plan is given for this kernel, its axes backwards; ``reach`` is a tap of 1 in the grid's own cells."""
-        steps = tuple([d * r for d, r in zip(settled(self.kernel_dilation)[::-1], reach)])
+        steps = tuple([d * r for d, r in zip(trace_constants(self.kernel_dilation)[::-1], reach)])
         if self._taps is None:
-            size = settled(self.kernel_size)[::-1]
+            size = trace_constants(self.kernel_size)[::-1]
             padding = tuple([d * (k // 2) if k % 2 else 0 for d, k in zip(steps, size)])
             return {"kernel_size": size, "dilation": steps, "padding": padding}
-        return {"taps": tuple([settled(tap)[::-1] for tap in self._taps]), "dilation": steps}
+        return {"taps": tuple([trace_constants(tap)[::-1] for tap in self._taps]), "dilation": steps}
 
     def taps(self) -> torch.Tensor:
         """(V, D) int32: the taps in their order, before dilation."""

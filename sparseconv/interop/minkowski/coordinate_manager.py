@@ -18,7 +18,7 @@ from sparseconv.geometry.arguments import bounds, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints
-from sparseconv.interop.arguments import check_rows, lower_corners, scaled, settled
+from sparseconv.interop.arguments import check_rows, floor_to_int32, scaled_coords, trace_constants
 from sparseconv.interop.minkowski.common import (
     Axes,
     CoordinateMapKey,
@@ -129,7 +129,7 @@ class CoordinateMap:
 
     def coordinates(self) -> torch.Tensor:
         """(N, 1+D) int32 as a user knows them; the caller's own."""
-        return flipped(scaled(self.grid, self.unit))
+        return flipped(scaled_coords(self.grid, self.unit))
 
     def at(self, unit: Ints, batch_size: int) -> VoxelGrid:
         """The same voxels in a unit that divides this one's, in a batch of at least as many items; made once."""
@@ -138,7 +138,7 @@ class CoordinateMap:
         grid = self._others.get((unit, batch_size))
         if grid is None:
             scale = tuple(a // b for a, b in zip(self.unit, unit))
-            grid = VoxelGrid(scaled(self.grid, scale), batch_size)
+            grid = VoxelGrid(scaled_coords(self.grid, scale), batch_size)
             self._others[unit, batch_size] = grid
         return grid
 
@@ -192,7 +192,7 @@ class FieldMap:
         """(N, 1+D) int32: the lower corner of the cell of this stride that holds each point."""
         steps = self.coords.new_tensor(stride)
         cells = torch.floor(self.coords[:, 1:] / steps) * steps
-        return lower_corners("coordinates", torch.cat([self.batch[:, None].to(cells.dtype), cells], 1))
+        return floor_to_int32("coordinates", torch.cat([self.batch[:, None].to(cells.dtype), cells], 1))
 
 
 # ---- the manager: sets of voxels and of points under keys, and what leads from one to another
@@ -472,7 +472,7 @@ class CoordinateManager:
     def stride(self, coordinate_map_key: CoordinateMapKey, stride: Axes, string_id: str = "") -> CoordinateMapKey:
         """The voxels floor(c / s) * s, s being the new tensor stride; those that lie under its key, if any do."""
         source, key = self.find(coordinate_map_key), coordinate_map_key.key
-        steps = settled(positive("stride", stride, self.D))
+        steps = trace_constants(positive("stride", stride, self.D))
         new = tuple(t * s for t, s in zip(key[0], steps)), string_id or key[1]
         if new in self._maps:
             return CoordinateMapKey.of(new)
@@ -493,7 +493,7 @@ class CoordinateManager:
         self, key: CoordinateMapKey, kernel: KernelGenerator, transposed: bool, expand: bool
     ) -> CoordinateMapKey:
         """The voxels of a layer's output, where it was given none."""
-        stride, steps = key.key[0], settled(kernel.kernel_stride)
+        stride, steps = key.key[0], trace_constants(kernel.kernel_stride)
         if not transposed and not expand:
             return self.stride(key, steps)
         if not transposed:
@@ -669,13 +669,15 @@ class TracedManager(CoordinateManager):
     @classmethod
     def of(cls, outer: CoordinateManager) -> TracedManager:
         """A manager with the voxels of another one, which stays as it is."""
-        made = TracedManager(*settled([outer.D]))
+        made = TracedManager(*trace_constants([outer.D]))
         made.outer = outer
         for key, held in outer._maps.items():
-            made._maps[key] = CoordinateMap(TracedGrid.of(held.grid), settled(held.unit), settled(held.stride))
+            made._maps[key] = CoordinateMap(
+                TracedGrid.of(held.grid), trace_constants(held.unit), trace_constants(held.stride)
+            )
         return made
 
-    def left(self) -> CoordinateManager:
+    def after_trace(self) -> CoordinateManager:
         """An ordinary manager with the voxels that the program made."""
         if self.ordinary is None:
             made = self.ordinary = CoordinateManager(self.D) if self.outer is None else self.outer

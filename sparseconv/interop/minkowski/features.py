@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sparseconv.geometry.arguments import INTEGERS
-from sparseconv.interop.arguments import whole
+from sparseconv.interop.arguments import integers
 from sparseconv.interop.minkowski.common import CoordinateMapKey
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.layers import MinkowskiModuleBase, check_input
@@ -98,7 +98,7 @@ class MinkowskiBatchNorm(torch.nn.Module):
         track_running_stats: bool = True,
     ) -> None:
         super().__init__()
-        (num_features,) = whole([num_features], "num_features", 1)
+        (num_features,) = integers([num_features], "num_features", 1)
         self.bn: Any = torch.nn.BatchNorm1d(num_features, eps, momentum, affine, track_running_stats)
 
     def forward(self, input: SparseTensor | TensorField) -> SparseTensor | TensorField:
@@ -125,7 +125,7 @@ class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
         process_group: Any = None,
     ) -> None:
         torch.nn.Module.__init__(self)
-        (num_features,) = whole([num_features], "num_features", 1)
+        (num_features,) = integers([num_features], "num_features", 1)
         rest: Any = (momentum, affine, track_running_stats, process_group)
         self.bn = torch.nn.SyncBatchNorm(num_features, eps, *rest)
 
@@ -176,7 +176,7 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
 
     def __init__(self, num_features: int, dimension: int | None = None) -> None:
         super().__init__()
-        (self.num_features,) = whole([num_features], "num_features", 1)
+        (self.num_features,) = integers([num_features], "num_features", 1)
         self.weight = torch.nn.Parameter(torch.ones(1, self.num_features))
         self.bias = torch.nn.Parameter(torch.zeros(1, self.num_features))
 
@@ -220,7 +220,7 @@ class MinkowskiLinear(torch.nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
-        in_features, out_features = whole([in_features, out_features], "in_features and out_features", 0)
+        in_features, out_features = integers([in_features, out_features], "in_features and out_features", 0)
         self.linear = torch.nn.Linear(in_features, out_features, bias=bias)
 
     def forward(self, input: SparseTensor | TensorField) -> SparseTensor | TensorField:
@@ -302,7 +302,7 @@ class MinkowskiStackVar(torch.nn.Sequential):
 
 def dense_coordinates(shape: Sequence[int]) -> torch.Tensor:
     """Every site of a dense array of shape (B, C, *spatial): (N, 1+D) int32, last axis fastest."""
-    shape = whole(shape, "shape", 0)
+    shape = integers(shape, "shape", 0)
     if len(shape) < 3:
         raise ValueError(f"shape must be (B, C, *spatial); got {tuple(shape)}")
     return torch.cartesian_prod(*(torch.arange(n) for n in (shape[0], *shape[2:]))).int()
@@ -404,7 +404,7 @@ def spmm(
     [[1.0, 2.0]]
     """
     check_values("vals", vals, "(T,)")
-    high, wide = whole(size, "size", 0)
+    high, wide = integers(size, "size", 0)
     _check_matrix(mat, wide)
     return sparse_scale(mat, *sparse_scale_infos(_rows("cols", cols), _rows("rows", rows), vals, high, wide)).to(
         mat.dtype
@@ -452,6 +452,6 @@ class MinkowskiSPMMAverageFunction:
         rows: torch.Tensor, cols: torch.Tensor, size: Sequence[int], mat: torch.Tensor, cuda_spmm_alg: int = 1
     ) -> torch.Tensor:
         """z[r] = the mean of mat[cols[t]] over the t with rows[t] = r: (size[1], C) -> (size[0], C)."""
-        high, wide = whole(size, "size", 0)
+        high, wide = integers(size, "size", 0)
         _check_matrix(mat, wide)
         return PointGroups(_rows("rows", rows), high).reduce(mat[_rows("cols", cols)], "mean")

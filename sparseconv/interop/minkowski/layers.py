@@ -8,7 +8,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import INTEGERS, check_mask, no_batch
-from sparseconv.interop.arguments import check_features, settled, specialized, uniform_, whole
+from sparseconv.interop.arguments import check_features, integers, specialized, trace_constants, uniform_
 from sparseconv.interop.minkowski.common import (
     Axes,
     BroadcastMode,
@@ -58,7 +58,7 @@ def place_key(
         raise TypeError(
             f"coordinates must be a tensor (M, 1+D), a CoordinateMapKey or a SparseTensor; got {coordinates!r}"
         )
-    own, steps = input.tensor_stride, settled(kernel.kernel_stride)
+    own, steps = input.tensor_stride, trace_constants(kernel.kernel_stride)
     stride = divided(own, steps) if transposed else [t * s for t, s in zip(own, steps)]
     return manager.insert_and_map(coordinates, stride)[0]
 
@@ -189,7 +189,7 @@ class MinkowskiConvolutionBase(MinkowskiModuleBase):
         super().__init__()
         kernel = self._set_kernel(kernel_generator, kernel_size, stride, dilation, dimension)
         kernel.expand_coordinates = expand_coordinates if generate_new_coords is None else generate_new_coords
-        self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
+        self.in_channels, self.out_channels = integers([in_channels, out_channels], "channels", 1)
         self.is_transpose, self.convolution_mode = is_transpose, convolution_mode
         self.use_mm = kernel.kernel_volume == 1 and all(s == 1 for s in kernel.kernel_stride)
         shape = self.in_channels, self.out_channels
@@ -277,7 +277,7 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
         dimension: int = -1,
     ) -> None:
         super().__init__()
-        (self.in_channels,) = whole([in_channels], "in_channels", 1)
+        (self.in_channels,) = integers([in_channels], "in_channels", 1)
         kernel = self._set_kernel(kernel_generator, kernel_size, stride, dilation, dimension)
         self.kernel_shape = kernel.kernel_volume, self.in_channels
         self.kernel = torch.nn.Parameter(torch.empty(self.kernel_shape))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 from sparseconv import transforms
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.dense import filled
-from sparseconv.interop.arguments import axes, check_features, check_order, lower_corners, met, whole
+from sparseconv.interop.arguments import axes, check_features, check_order, floor_to_int32, integers, maps_for_trace
 from sparseconv.interop.minkowski.common import Axes, check_mode, convert_to_int_list
 from sparseconv.interop.minkowski.common import SparseTensorQuantizationMode as Mode
 from sparseconv.kinds import as_device, check_kind, check_values
@@ -80,7 +80,7 @@ class Tensor:
 
     @settable
     def _manager(self) -> CoordinateManager:
-        return met(self._held, TracedManager)
+        return maps_for_trace(self._held, TracedManager)
 
     @_manager.setter
     def _manager(self, manager: CoordinateManager) -> None:
@@ -298,7 +298,7 @@ def with_features(input: Any, function: Callable[[torch.Tensor], torch.Tensor]) 
     return input.like(made)
 
 
-def check_rows(features: torch.Tensor, coordinates: torch.Tensor) -> None:
+def check_same_rows(features: torch.Tensor, coordinates: torch.Tensor) -> None:
     """Raise ValueError where features and coordinates do not go together."""
     if len(features) != len(coordinates):
         raise ValueError(f"features have {len(features)} rows, coordinates {len(coordinates)}: one row a point each")
@@ -330,9 +330,9 @@ def _quantized(
     features: torch.Tensor, coordinates: torch.Tensor, manager: CoordinateManager | None, stride: Axes, mode: Mode
 ) -> tuple[torch.Tensor, CoordinateManager, CoordinateMapKey, tuple[torch.Tensor, torch.Tensor]]:
     """Features of voxels, their manager and key, and the results of `CoordinateManager.insert_and_map`."""
-    check_rows(features, coordinates)
-    manager = manager_for(coordinates.shape[1] - 1) if manager is None else met(manager, TracedManager)
-    whole = lower_corners("coordinates", coordinates) if coordinates.is_floating_point() else coordinates
+    check_same_rows(features, coordinates)
+    manager = manager_for(coordinates.shape[1] - 1) if manager is None else maps_for_trace(manager, TracedManager)
+    whole = floor_to_int32("coordinates", coordinates) if coordinates.is_floating_point() else coordinates
     key, (unique, inverse) = manager.insert_and_map(whole, stride)
     if len(unique) < len(features):
         features = _reduced(features, mode, PointGroups(inverse, len(unique)), unique)
@@ -473,7 +473,7 @@ class SparseTensor(Tensor):
             if not len(coords):
                 raise ValueError("shape is needed to make a dense array of no voxel")
             size = [int(coords[:, 0].max()) + 1, *(cells.max(0).values + 1).tolist()]
-        elif len(shape := torch.Size(whole(shape, "shape", 0))) == self._D + 2:
+        elif len(shape := torch.Size(integers(shape, "shape", 0))) == self._D + 2:
             size = [shape[0], *shape[2:]]
         else:
             raise ValueError(f"shape must be (B, C, {', '.join('n' * self._D)}); got {tuple(shape)}")
@@ -580,7 +580,7 @@ class TensorField(Tensor):
         _check_source(coordinates, key, manager)
         features, coordinates = _placed(features, coordinates, device)
         if coordinates is not None:
-            check_rows(features, coordinates)
+            check_same_rows(features, coordinates)
             manager = manager_for(coordinates.shape[1] - 1) if manager is None else manager
             key = manager.insert_field(coordinates, tensor_stride)
         if requires_grad is not None:

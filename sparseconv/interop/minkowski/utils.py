@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sparseconv.geometry import arguments
-from sparseconv.interop.arguments import lower_corners
+from sparseconv.interop.arguments import floor_to_int32
 from sparseconv.interop.minkowski.common import Axes, positive
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateMap, first_rows
 from sparseconv.kinds import as_device, as_tensor, check_kind, check_values, described
@@ -51,7 +51,7 @@ def batched_coordinates(
     rows = []
     for number, scene in enumerate(scenes):
         if dtype == torch.int32:
-            scene = lower_corners("coords", scene)
+            scene = floor_to_int32("coords", scene)
         scene = scene.to(device=scene.device if device is None else device, dtype=dtype)
         rows.append(torch.cat([torch.full_like(scene[:, :1], number), scene], 1))
     return torch.cat(rows)
@@ -249,7 +249,7 @@ def sparse_quantize(
         edges = torch.tensor(sizes, dtype=torch.float64, device=points.device)
         is_wide = isinstance(coordinates, np.ndarray) and not np.isscalar(quantization_size)  # as numpy divides
         points = points / edges.to(points.dtype if points.is_floating_point() and not is_wide else torch.float64)
-    cells = lower_corners("cells", points).to(device)
+    cells = floor_to_int32("cells", points).to(device)
     made: list[Any] = []
     if labels is None:
         first, numbers = quantize(cells)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparseconv.interop.arguments import whole
+from sparseconv.interop.arguments import integers
 from sparseconv.kinds import described
 
 #: pairs of boxes whose corners are cut at once
@@ -78,7 +78,7 @@ def rotate_non_max_suppression_cpu(
 
 
 def _kept(count: int, order: np.ndarray, thresh: float, overlap) -> list[int]:  # type: ignore[no-untyped-def]
-    left = np.array(whole(np.asarray(order).tolist(), "order", 0), np.int64)
+    left = np.array(integers(np.asarray(order).tolist(), "order", 0), np.int64)
     if len(left) and left.max() >= count:
         raise ValueError(f"order names box {left.max()}, and there are {count}")
     kept = []

@@ -12,7 +12,7 @@ import torch
 from sparseconv.geometry.arguments import row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.interop.arguments import scaled
+from sparseconv.interop.arguments import scaled_coords
 from sparseconv.interop.torchsparse.conventions import (
     Version,
     check_downsample_mode,
@@ -191,7 +191,7 @@ def generated(
 
     Outputs outside of the spatial range are moved to its border, where they are one voxel with those that are there.
     """
-    finer = VoxelGrid(scaled(grid, stride[::-1]), grid.batch_size)
+    finer = VoxelGrid(scaled_coords(grid, stride[::-1]), grid.batch_size)
     shift = tuple((k - 1) // 2 for k in kernel)
     found = window(kernel, shift, dilation)
     if "taps" in found:  # input = output + dilation * tap

@@ -21,10 +21,10 @@ from sparseconv.interop.arguments import (
     check_features,
     check_order,
     check_rows,
-    is_unwritten,
-    met,
-    scaled,
-    settled,
+    is_unmodified,
+    maps_for_trace,
+    scaled_coords,
+    trace_constants,
 )
 from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
     Version,
@@ -142,13 +142,13 @@ class TracedCache:
         """A cache with the coordinates of another one, which stays as it is: looked at anew at each run."""
         made = TracedCache(outer)
         for stride, known in outer.cmaps.items():
-            made.cmaps[settled(stride)] = known if isinstance(known, tuple) else (known, None)
+            made.cmaps[trace_constants(stride)] = known if isinstance(known, tuple) else (known, None)
         for stride, held in outer.grids.items():
-            steps = settled(stride)
+            steps = trace_constants(stride)
             made.grids[steps] = held[0], VoxelGrid(inner(held[0], steps), held[3].batch_size)
         return made
 
-    def left(self) -> TensorCache:
+    def after_trace(self) -> TensorCache:
         """An ordinary cache with what the program made."""
         if self.ordinary is None:
             made = self.ordinary = TensorCache() if self.outer is None else self.outer
@@ -246,7 +246,7 @@ class SparseTensor:
 
     @settable
     def _caches(self) -> Any:
-        return met(self._held, TracedCache)
+        return maps_for_trace(self._held, TracedCache)
 
     @_caches.setter
     def _caches(self, caches: Any) -> None:
@@ -296,14 +296,14 @@ class SparseTensor:
     def grid(self) -> VoxelGrid:
         """The voxels, in units of the stride and axes backwards; made once for coordinates that nobody wrote to."""
         if tracing():
-            made = self._caches.grids.get(settled(self.stride))  # type: ignore[arg-type]
+            made = self._caches.grids.get(trace_constants(self.stride))  # type: ignore[arg-type]
             if made is not None and made[0] is self.coords:
                 return made[1]
             raise ValueError("these voxels were not looked for before the trace")
         if isinstance(self.coords, torch.Tensor) and self.coords.is_inference():  # which tells nobody of writes
             self.coords = own(self.coords)
         known = self._caches.grids.get(self.stride)
-        if known is not None and known[0] is self.coords and is_unwritten(*known[:3]):
+        if known is not None and known[0] is self.coords and is_unmodified(*known[:3]):
             return known[3]
         grid = VoxelGrid(inner(self.coords, self.stride))
         self.keep(grid)
@@ -433,7 +433,7 @@ def inner(coords: torch.Tensor, stride: Strides) -> torch.Tensor:
 def outer(grid: VoxelGrid, stride: Strides) -> torch.Tensor:
     """`inner` undone: coordinates (N, 4) int32 as the client knows them."""
     if get_version() is Version.LAST:
-        return scaled(grid, _whole(stride)[::-1]).flip(1)
+        return scaled_coords(grid, _whole(stride)[::-1]).flip(1)
     return torch.cat([grid.coords[:, :1], grid.coords[:, 1:].flip(1)], 1)
 
 

@@ -10,7 +10,7 @@ import torch
 from sparseconv.geometry.arguments import bounds, numbers
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.interop.arguments import lower_corners
+from sparseconv.interop.arguments import floor_to_int32
 from sparseconv.interop.torchsparse.conventions import Version, get_version, make_ntuple  # noqa: F401
 from sparseconv.interop.torchsparse.tensor import SparseTensor, to_dense  # noqa: F401
 from sparseconv.kinds import as_tensor, check_kind
@@ -45,7 +45,7 @@ def sparse_collate(inputs: list[SparseTensor]) -> SparseTensor:
             )
         item = torch.full_like(own[:, :1], number)
         joined = torch.cat([item, own] if get_version() is Version.FIRST else [own, item], 1)
-        coords.append(lower_corners("coords", joined))
+        coords.append(floor_to_int32("coords", joined))
         feats.append(rows)
     if len({rows.shape[1] for rows in feats}) != 1:
         raise ValueError(f"the tensors of a batch must have as many channels; got {[tuple(f.shape) for f in feats]}")
@@ -86,7 +86,7 @@ def sparse_quantize(
     if points.ndim != 2 or points.shape[1] != 3:
         raise ValueError(f"coords must be (N, 3); got {tuple(points.shape)}")
     size = torch.tensor(numbers(voxel_size, 3, "voxel_size", positive=True), dtype=torch.float64)
-    cells = lower_corners("coords", points.double() / size).numpy()
+    cells = floor_to_int32("coords", points.double() / size).numpy()
     low, high = bounds(torch.from_numpy(cells))
     space = KeySpace(IndexRange(low, tuple(h + 1 for h in high)))
     keys = space.keys(torch.from_numpy(cells)).numpy()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.interop.arguments import check_features, lower_corners
+from sparseconv.interop.arguments import check_features, floor_to_int32
 from sparseconv.interop.flex_gemm.geometry import sizes, voxels
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.interpolation import Interpolation
@@ -46,7 +46,7 @@ def grid_sample_3d(
     """
     check_choice("mode", mode, ("nearest", "trilinear"))
     items, channels, *edges = sizes(shape)
-    place = voxels("coords", lower_corners("coords", coords), items, edges)
+    place = voxels("coords", floor_to_int32("coords", coords), items, edges)
     check_features("feats", feats, len(place))
     check_values("grid", grid, "(B, L, 3)")
     if grid.ndim != 3 or grid.shape[2] != 3 or len(grid) > items or not grid.is_floating_point():

@@ -12,7 +12,7 @@ from sparseconv.compiler.traced import TracedPlan
 from sparseconv.geometry.arguments import own
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
-from sparseconv.interop.arguments import axes, check_features, is_unwritten
+from sparseconv.interop.arguments import axes, check_features, is_unmodified
 from sparseconv.interop.flex_gemm.geometry import bits, sizes, voxels
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.serialization import serialize
@@ -102,7 +102,7 @@ class _NeighborCache:
         check_values(name, coords, "(N, 4) integers")
         grid = self.plan.target if name == "out_coords" else self.plan.source
         kept, version = self._seen.get(name, (None, 0))
-        if kept is not None and kept() is coords and is_unwritten(coords, version, grid.coords.to(coords.dtype)):
+        if kept is not None and kept() is coords and is_unmodified(coords, version, grid.coords.to(coords.dtype)):
             return
         if coords.shape != grid.coords.shape or not torch.equal(coords.to(grid.coords), grid.coords):
             raise ValueError(

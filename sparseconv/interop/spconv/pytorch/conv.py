@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import REQUIRED, axes, check_algorithm, uniform_, whole
+from sparseconv.interop.arguments import REQUIRED, axes, check_algorithm, integers, uniform_
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, activated, activation_name, default_algo
@@ -35,11 +35,49 @@ Size = int | Sequence[int]
 RECORD = "max_num_voxels_during_training"
 
 
+class WindowModule(SparseModule):
+    """A layer that moves a window over the voxels: the convolutions, and the pools."""
+
+    subm: bool
+    indice_key: str | None
+    algo: ConvAlgo
+
+    def _set_window(self, ndim: int, kernel_size: Size, stride: Size, padding: Size, dilation: Size) -> None:
+        self.ndim = ndim
+        self.kernel_size, self.stride = axes(kernel_size, ndim, "kernel_size", 1), axes(stride, ndim, "stride", 1)
+        self.padding, self.dilation = axes(padding, ndim, "padding"), axes(dilation, ndim, "dilation", 1)
+        check_taps(self.kernel_size)
+
+    def _window(self) -> LayerWindow:
+        return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
+
+    def get_max_num_voxels(self) -> torch.Tensor | None:
+        """The buffer of ``record_voxel_count``, or None."""
+        return self._buffers.get(RECORD)
+
+    def _place_output(
+        self, input: SparseConvTensor, out: SparseConvTensor, plan: ConvolutionPlan, shape: list[int], is_new: bool
+    ) -> SparseConvTensor:
+        """``out`` at the output's voxels; a plan that is new is kept under the ``indice_key``."""
+        out.spatial_shape = own_shape(shape)
+        if not self.subm:
+            out = out._at(Place(None, 0, plan.target))
+            if (count := self._buffers.get(RECORD)) is not None:
+                count.clamp_(min=plan.target.num_voxels)
+        elif tracing():
+            out = out._at(input._place())
+        if self.indice_key is not None and is_new:
+            ends = (input._place(), out._place())
+            data = IndiceData(plan, *ends, input.spatial_shape, shape, self.subm, self.algo, self._window())
+            out.indice_dict = {**input.indice_dict, self.indice_key: data}
+        return out
+
+
 class SparseConvolutionBase:
     """What every convolution is, for `isinstance`."""
 
 
-class SparseConvolution(SparseConvolutionBase, SparseModule):
+class SparseConvolution(SparseConvolutionBase, WindowModule):
     """Any of the convolutions below; ``ndim`` first, the kind by ``subm``, ``transposed`` and ``inverse``.
 
         fine = stride * coarse + dilation * tap - padding        (0 <= coarse < out_spatial_shape)
@@ -93,15 +131,13 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         check_algorithm(algo)
         self.act_type, self.act_alpha, self.act_beta = act_type, act_alpha, act_beta
         self._has_act = activation_name(act_type) != "None_"
-        channels = whole([in_channels, out_channels], "channels", 1)
-        (groups,) = whole([groups], "groups", 1)
+        channels = integers([in_channels, out_channels], "channels", 1)
+        (groups,) = integers([groups], "groups", 1)
         if any(count % groups for count in channels):
             raise ValueError(f"channels must be multiples of groups; got {channels[0]}, {channels[1]}, {groups}")
-        self.ndim, (self.in_channels, self.out_channels), self.groups = ndim, channels, groups
-        self.kernel_size, self.stride = axes(kernel_size, ndim, "kernel_size", 1), axes(stride, ndim, "stride", 1)
-        self.dilation, self.padding = axes(dilation, ndim, "dilation", 1), axes(padding, ndim, "padding")
+        (self.in_channels, self.out_channels), self.groups = channels, groups
+        self._set_window(ndim, kernel_size, stride, padding, dilation)
         self.output_padding = axes(output_padding, ndim, "output_padding")
-        check_taps(self.kernel_size)
         self.subm, self.transposed, self.inverse = subm, transposed, inverse
         self.conv1x1 = (
             math.prod(self.kernel_size) == 1 and (self.subm or math.prod(self.stride) == 1) and not self.inverse
@@ -135,10 +171,6 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
     def is_inverseable(self) -> bool:
         """Whether an inverse convolution can find this layer's map."""
         return self.indice_key is not None and not self.subm
-
-    def get_max_num_voxels(self) -> torch.Tensor | None:
-        """The buffer of ``record_voxel_count``, or None."""
-        return self._buffers.get(RECORD)
 
     def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
         """A `SparseConvTensor` -> one at the output's indices; ``add_input``'s features are added to the result."""
@@ -197,8 +229,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         out_shape = self._out_shape(input)
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:
-            window = self._window()
-            plan = find_plan(input.inside, window, out_shape, subm=self.subm, transposed=self.transposed)
+            plan = find_plan(input.inside, self._window(), out_shape, subm=self.subm, transposed=self.transposed)
         else:
             if not self.subm:
                 raise ValueError(
@@ -208,23 +239,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
             check_reuse(stored, input, self.kernel_size, self.dilation, self.indice_key)
             plan = stored.plan
         out = self._execute(input, plan, after)
-        if self.subm:
-            out.spatial_shape = own_shape(out_shape)
-            out = out._at(input._place()) if tracing() else out
-        else:
-            out = self._moved(out, plan, out_shape)
-        if self.indice_key is not None and stored is None:
-            ends = (input._place(), out._place())
-            data = IndiceData(plan, *ends, input.spatial_shape, out_shape, self.subm, self.algo, window)
-            out.indice_dict = {**input.indice_dict, self.indice_key: data}
-        return out
-
-    def _moved(self, out: SparseConvTensor, plan: ConvolutionPlan, shape: list[int]) -> SparseConvTensor:
-        count = self._buffers.get(RECORD)
-        if count is not None:
-            count.clamp_(min=plan.target.num_voxels)
-        out.spatial_shape = own_shape(shape)
-        return out._at(Place(None, 0, plan.target))
+        return self._place_output(input, out, plan, out_shape, is_new=stored is None)
 
     def _run_back(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
         stored = input.find_indice_pair(self.indice_key)
@@ -265,9 +280,6 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         """Whether these are halves and the weight is not: the result is then in halves, as spconv's."""
         halves = features.dtype in (torch.float16, torch.bfloat16)
         return halves and not any_autocast() and self.weight.dtype == torch.float32
-
-    def _window(self) -> LayerWindow:
-        return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
 
     def _out_shape(self, input: SparseConvTensor) -> list[int]:
         return input.spatial_shape if self.subm else self.out_shape_of(input.spatial_shape)

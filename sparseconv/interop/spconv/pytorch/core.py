@@ -11,7 +11,7 @@ import torch
 
 from sparseconv.geometry.arguments import INTEGERS, checked_coords, no_batch, own
 from sparseconv.geometry.grid import VoxelGrid, left_trace
-from sparseconv.interop.arguments import axes, check_order, whole
+from sparseconv.interop.arguments import axes, check_order, integers
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside, place_in_trace
 from sparseconv.interop.spconv.pytorch.tracing import Traced
@@ -74,14 +74,14 @@ class SparseConvTensor(metaclass=Traced):
         self._indices: torch.Tensor | None = None
         self._voxels: Place | None = None
         self.indices = indices
-        self.spatial_shape = whole(spatial_shape, "spatial_shape", 1)
+        self.spatial_shape = integers(spatial_shape, "spatial_shape", 1)
         if len(self.spatial_shape) != indices.shape[1] - 1:
             advice = f". {no_batch(indices.shape[1] - 1)}" if len(self.spatial_shape) == indices.shape[1] else ""
             raise ValueError(
                 f"spatial_shape {self.spatial_shape} must have one entry for each of the {indices.shape[1] - 1} axes "
                 f"of indices {tuple(indices.shape)}{advice}"
             )
-        (self.batch_size,) = whole([batch_size], "batch_size", 1)
+        (self.batch_size,) = integers([batch_size], "batch_size", 1)
         if tracing():
             self._voxels = self._place()
         self.grid: torch.Tensor | None = torch.Tensor() if grid is None else grid
@@ -108,7 +108,7 @@ class SparseConvTensor(metaclass=Traced):
         if tracing():
             return place_in_trace(self._indices, kept, self.batch_size)
         if kept is not None and left_trace(kept.voxels):
-            kept = self._voxels = None if self._indices is not None else kept.left()
+            kept = self._voxels = None if self._indices is not None else kept.after_trace()
         if kept is None and region.begins_with(self):
             kept = self._voxels
         if kept is None or kept.voxels.batch_size != self.batch_size or not kept.is_fresh():

@@ -10,7 +10,7 @@ import torch
 from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.interop.arguments import check_features, whole
+from sparseconv.interop.arguments import check_features, integers
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import activated
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
@@ -86,7 +86,7 @@ def of_pairs(pairs: torch.Tensor, counts: torch.Tensor, rows: int, num_out: int)
         raise ValueError(f"indice_pairs must be (2, K, N) integers; got {tuple(pairs.shape)} {pairs.dtype}")
     if counts.shape != pairs.shape[1:2] or counts.dtype not in INTEGERS:
         raise ValueError(f"indice_pair_num must be ({pairs.shape[1]},) integers; got {tuple(counts.shape)}")
-    (num_out,) = whole([num_out], "num_activate_out", 0)
+    (num_out,) = integers([num_out], "num_activate_out", 0)
     held = torch.arange(pairs.shape[2], device=pairs.device) < counts.to(pairs.device)[:, None]
     taps = held.nonzero()[:, 0]
     into, out = (side[held].long() for side in pairs)
@@ -111,7 +111,7 @@ def backwards(pairs: torch.Tensor) -> torch.Tensor:
 def of_table(pair_fwd: torch.Tensor, rows: int, num_out: int) -> KernelMap:
     """The edges of a table (K, N_out) of input rows, -1 for none."""
     check_values("pair_fwd", pair_fwd, "(K, N_out) integers")
-    (num_out,) = whole([num_out], "num_activate_out", 0)
+    (num_out,) = integers([num_out], "num_activate_out", 0)
     if pair_fwd.ndim != 2 or pair_fwd.shape[1] != num_out or pair_fwd.dtype not in INTEGERS:
         raise ValueError(f"pair_fwd must be (K, {num_out}) integers; got {tuple(pair_fwd.shape)} {pair_fwd.dtype}")
     _check_rows("pair_fwd", pair_fwd, -1, rows)

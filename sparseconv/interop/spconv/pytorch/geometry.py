@@ -15,7 +15,7 @@ from sparseconv.geometry.grid import VoxelGrid, left_trace
 from sparseconv.geometry.grid_cache import known, remember
 from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.interop import arguments
-from sparseconv.interop.arguments import is_unwritten
+from sparseconv.interop.arguments import is_unmodified
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.nn.capturing.region import Shape, own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -139,13 +139,13 @@ class Place(NamedTuple):
         place = cls(indices, *found)
         return place if place.is_fresh() else None
 
-    def left(self) -> Place:
+    def after_trace(self) -> Place:
         """These voxels after the trace that made them."""
         return self._replace(voxels=self.voxels.real) if left_trace(self.voxels) else self  # type: ignore[attr-defined]
 
     def is_fresh(self) -> bool:
-        """Whether the indices are still those of the voxels, see `is_unwritten`."""
-        return self.indices is None or is_unwritten(self.indices, self.version, self.voxels.coords)
+        """Whether the indices are still those of the voxels, see `is_unmodified`."""
+        return self.indices is None or is_unmodified(self.indices, self.version, self.voxels.coords)
 
     def read(self) -> torch.Tensor:
         """(N, 1+D) int32 for a client."""
@@ -228,11 +228,11 @@ class IndiceData:
 
     @property
     def place(self) -> Place:
-        return self._place.left()
+        return self._place.after_trace()
 
     @property
     def out_place(self) -> Place:
-        return self._out_place.left()
+        return self._out_place.after_trace()
 
     def inverse_plan(self) -> ConvolutionPlan:
         """The plan reversed, kept with the grid that it leads back to."""

@@ -10,7 +10,7 @@ import torch
 from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import axes, check_features, whole
+from sparseconv.interop.arguments import axes, check_features, integers
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch import functional
 from sparseconv.interop.spconv.pytorch.geometry import (
@@ -61,7 +61,7 @@ def get_deconv_output_size(
 
 def _sizes(*given: Sequence[int]) -> list[list[int]]:
     """Input size, kernel size, stride, padding and dilation as whole numbers, one an axis each."""
-    rank = len(whole(given[0], "input_size"))
+    rank = len(integers(given[0], "input_size"))
     return [axes(sizes, rank, name, least) for (name, least), sizes in zip(LEAST.items(), given)]
 
 
@@ -132,7 +132,7 @@ def _plan(
         shape = get_deconv_output_size(spatial_shape, *size)
     else:
         shape = conv_size(*given)
-    (batch_size,) = whole([batch_size], "batch_size", 1)
+    (batch_size,) = integers([batch_size], "batch_size", 1)
     voxels = VoxelGrid(indices, batch_size)
     check_inside(voxels, given[0])
     return find_plan(voxels, window, shape, subm=subm, transposed=transpose)
@@ -206,7 +206,7 @@ def indice_maxpool_implicit_gemm(
 def global_pool_rearrange(coords: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of each batch item (B, N) int32, of which so many are meant: (B,) int32; -1 behind them."""
     check_values("coords", coords, "(N, 1 + D) integers")
-    (batch_size,) = whole([batch_size], "batch_size", 0)
+    (batch_size,) = integers([batch_size], "batch_size", 0)
     if coords.ndim != 2 or coords.dtype not in INTEGERS:
         raise ValueError(f"coords must be (N, 1 + D) integers, batch first; got {tuple(coords.shape)} {coords.dtype}")
     own = coords[:, 0] == torch.arange(batch_size, device=coords.device)[:, None]

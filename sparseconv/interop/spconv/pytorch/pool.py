@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import REQUIRED, axes, check_algorithm
+from sparseconv.interop.arguments import REQUIRED, check_algorithm
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
-from sparseconv.interop.spconv.pytorch.conv import RECORD, Size
+from sparseconv.interop.spconv.pytorch.conv import RECORD, Size, WindowModule
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.functional import SpconvMean
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, conv_size, find_plan
+from sparseconv.interop.spconv.pytorch.geometry import conv_size, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule, of_ranks
 from sparseconv.interop.spconv.pytorch.tracing import leaf
-from sparseconv.nn.capturing.region import own_shape, stepped
+from sparseconv.nn.capturing.region import stepped
 from sparseconv.ops import global_pooling, pooling
 from sparseconv.plan.convolution import ConvolutionPlan
 
 
-class _Pool(SparseModule):
+class _Pool(WindowModule):
     """A window over the voxels there are.
 
     Args:
@@ -45,20 +44,13 @@ class _Pool(SparseModule):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        self.ndim, self.subm, self.indice_key = ndim, subm, indice_key
+        self.subm, self.indice_key = subm, indice_key
         check_algorithm(algo)
-        self.kernel_size = axes(kernel_size, ndim, "kernel_size", 1)
-        self.stride = self.kernel_size.copy() if stride is None else axes(stride, ndim, "stride", 1)
-        self.padding, self.dilation = axes(padding, ndim, "padding"), axes(dilation, ndim, "dilation", 1)
-        check_taps(self.kernel_size)
+        self._set_window(ndim, kernel_size, kernel_size if stride is None else stride, padding, dilation)
         self.algo = default_algo(self.kernel_size, self.most_taps) if algo is None else algo
         self.record_voxel_count = record_voxel_count
         if record_voxel_count and not subm:
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32))
-
-    def get_max_num_voxels(self) -> torch.Tensor | None:
-        """The buffer of ``record_voxel_count``, or None."""
-        return self._buffers.get(RECORD)
 
     def _reduce(self, features: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
         raise NotImplementedError
@@ -69,23 +61,12 @@ class _Pool(SparseModule):
             return leaf(self, input)
         if self.indice_key is not None and self.indice_key in input.indice_dict:
             raise ValueError(f"indice_key {self.indice_key!r} is taken: give this pool a key of its own, or none")
-        size = (self.kernel_size, self.stride, self.padding, self.dilation)
         voxels, shape = input.inside, input.spatial_shape  # in this order: with its grid, the input may get another
-        out_shape = own_shape(shape) if self.subm else stepped(shape, lambda cells: conv_size(cells, *size))
-        window = LayerWindow(*(tuple(v) for v in size))
+        window = self._window()
+        out_shape = shape if self.subm else stepped(shape, lambda cells: conv_size(cells, *window))
         plan = find_plan(voxels, window, out_shape, subm=self.subm)
         out = input.replace_feature(self._reduce(input.features, plan))
-        if not self.subm:
-            out._at(Place(None, 0, plan.target))
-        out.spatial_shape = out_shape
-        count = self._buffers.get(RECORD)
-        if count is not None:
-            count.clamp_(min=plan.target.num_voxels)
-        if self.indice_key is not None:
-            ends = (input._place(), out._place())
-            data = IndiceData(plan, *ends, input.spatial_shape, out_shape, self.subm, self.algo, window)
-            out.indice_dict = {**input.indice_dict, self.indice_key: data}
-        return out
+        return self._place_output(input, out, plan, out_shape, is_new=True)
 
     def extra_repr(self) -> str:
         words = [f"{n}={getattr(self, n)}" for n in ("kernel_size", "stride", "padding", "dilation")]

@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.geometry.arguments import INTEGERS, numbers
 from sparseconv.geometry.keys import KEY_LIMIT
-from sparseconv.interop.arguments import whole
+from sparseconv.interop.arguments import integers
 from sparseconv.interop.spconv import point_loop
 from sparseconv.kinds import as_device, check_values, described, shortened
 
@@ -50,9 +50,9 @@ class PointToVoxel:
         sizes = numbers(vsize_xyz, self.ndim, "vsize_xyz", positive=True)
         ends = numbers(coors_range_xyz, 2 * self.ndim, "coors_range_xyz")
         self.device = as_device(device)
-        (self.num_point_features,) = whole([num_point_features], "num_point_features", self.ndim)
-        (self.max_num_voxels,) = whole([max_num_voxels], "max_num_voxels", 0)
-        (self.max_num_points_per_voxel,) = whole([max_num_points_per_voxel], "max_num_points_per_voxel", 1)
+        (self.num_point_features,) = integers([num_point_features], "num_point_features", self.ndim)
+        (self.max_num_voxels,) = integers([max_num_voxels], "max_num_voxels", 0)
+        (self.max_num_points_per_voxel,) = integers([max_num_points_per_voxel], "max_num_points_per_voxel", 1)
         # slowest axis first (z, y, x), as the indices are
         self.vsize = list(reversed(sizes))
         self.coors_range = [*reversed(ends[: self.ndim]), *reversed(ends[self.ndim :])]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sparseconv import transforms
 from sparseconv.geometry.arguments import INTEGERS, numbers, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, is_unwritten, lower_corners, settled
+from sparseconv.interop.arguments import axes, floor_to_int32, is_unmodified, trace_constants
 from sparseconv.interop.torchsparse import conventions as conv_config  # noqa: F401
 from sparseconv.interop.torchsparse import geometry
 from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
@@ -90,7 +90,7 @@ def conv3d(
         return input.like(product if bias is None else product + bias.to(product.dtype))
     taps = weight if weight.ndim == 3 else weight[None]
     if tracing():
-        size = settled(kernel), settled(steps), settled(pad), settled(gap)
+        size = trace_constants(kernel), trace_constants(steps), trace_constants(pad), trace_constants(gap)
         modes = geometry.Modes.of(config)
         made = None if generative else _recorded(input, caches, taps, bias, *size, modes, transposed)
         given = input, weight, kernel_size, bias, stride, padding, dilation, config, transposed, generative
@@ -141,7 +141,7 @@ def conv3d(
     if steps == (1, 1, 1):
         return input.like(feats)
     held, known = caches.grids.get(coarser), caches.cmaps.pair(coarser)
-    is_ours = held is not None and held[3] is plan.target and is_unwritten(*held[:3])
+    is_ours = held is not None and held[3] is plan.target and is_unmodified(*held[:3])
     if is_ours and known is not None and known[0] is caches.grids[coarser][0]:
         return _made(input, feats, known[0], coarser, known[1])
     made = _made(input, feats, outer(plan.target, coarser), coarser, extent)
@@ -163,7 +163,7 @@ def _recorded(
     transposed: bool,
 ) -> SparseTensor | None:
     """What a layer does while torch traces; None where it must not be traced, or has an error to tell."""
-    stride = settled(input.stride)  # type: ignore[arg-type]
+    stride = trace_constants(input.stride)  # type: ignore[arg-type]
     held = caches.grids.get(stride)
     if held is None or held[0] is not input.coords:
         return None
@@ -211,7 +211,7 @@ def _coords_of(grid: VoxelGrid, known: torch.Tensor, caches: TensorCache, stride
     """The coordinates of a grid: those ``known`` at its stride, unless another tensor of that stride left them."""
     held = caches.grids.get(stride)
     if held is not None and held[3] is grid:
-        return known if held[0] is known or not is_unwritten(*held[:3]) else held[0]
+        return known if held[0] is known or not is_unmodified(*held[:3]) else held[0]
     if grid.count is not None or torch.equal(inner(known, stride).int(), grid.coords):
         return known
     return outer(grid, stride)
@@ -261,7 +261,7 @@ def spdownsample(
         modes = geometry.Modes.of({"kmap_mode": "hashmap", "downsample_mode": downsample_mode})
         made = outer(geometry.strided(grid, kernel, steps, tuple(pad), (1, 1, 1), extent, modes)[0].target, whole)
         cells = made.roll(1, 1) if last else made
-    found = lower_corners("coords", torch.unique(cells, dim=0))
+    found = floor_to_int32("coords", torch.unique(cells, dim=0))
     return found.roll(-1, 1) if last else found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
-from sparseconv.interop.arguments import axes, uniform_, whole
+from sparseconv.interop.arguments import axes, integers, uniform_
 from sparseconv.interop.torchsparse.conventions import Version, get_version, make_ntuple
 from sparseconv.interop.torchsparse.nn import functional as F
 from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner, multiplied, outer
@@ -67,7 +67,7 @@ class Conv3d(torch.nn.Module):
         super().__init__()
         if generative and not transposed:
             raise ValueError("a generative layer is a transposed one: pass transposed=True, too")
-        self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
+        self.in_channels, self.out_channels = integers([in_channels, out_channels], "channels", 1)
         if isinstance(dilation, bool):
             raise TypeError(
                 "dilation must be whole numbers: padding comes before it since torchsparse 2.1, so name the arguments, "
@@ -198,7 +198,7 @@ class SparseCrop(torch.nn.Module):
 
 
 def _axis(dim: int) -> int:
-    (found,) = whole([dim], "dim", 0)
+    (found,) = integers([dim], "dim", 0)
     if found > 2:
         raise ValueError(f"dim must be 0, 1 or 2, an axis of x, y, z; got {dim}")
     return found
@@ -233,8 +233,8 @@ def _summed(
 class _Kernels(torch.nn.Module):
     def __init__(self, in_channels: int, out_channels: int, count: int, dim: int, bias: bool) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
-        (self.n_kernels,) = whole([count], "n_kernels", 1)
+        self.in_channels, self.out_channels = integers([in_channels, out_channels], "channels", 1)
+        (self.n_kernels,) = integers([count], "n_kernels", 1)
         self.dim = _axis(dim)
         self.kernel = torch.nn.Parameter(torch.empty(self.n_kernels, self.in_channels, self.out_channels))
         self.bias: torch.nn.Parameter | None
@@ -264,7 +264,7 @@ class ToBEVConvolution(_Kernels):
         self, in_channels: int, out_channels: int, n_kernels: int, stride: int = 1, dim: int = 1, bias: bool = False
     ) -> None:
         super().__init__(in_channels, out_channels, n_kernels, dim, bias)
-        (self.stride,) = whole([stride], "stride", 1)
+        (self.stride,) = integers([stride], "stride", 1)
 
     def forward(self, input: SparseTensor) -> SparseTensor:
         total, columns = _summed(checked(input), self.kernel, self.bias, self.dim)
@@ -324,7 +324,7 @@ class ToBEVHeightCompression(torch.nn.Module):
         self, channels: int, shape: Sequence[int] | torch.Tensor, offset: Sequence[int] = (0, 0, 0), dim: int = 1
     ) -> None:
         super().__init__()
-        (self.channels,) = whole([channels], "channels", 1)
+        (self.channels,) = integers([channels], "channels", 1)
         self.dim = _axis(dim)
         _keep_box(self, axes(shape, 3, "shape", 1), offset)
 
