@@ -87,20 +87,11 @@ class _Point2VoxelCPU(PointToVoxel):
         return self(_as_tensor(pc), empty_mean=True)
 
 
-class Point2VoxelCPU1d(_Point2VoxelCPU):
-    """One axis."""
+def _on_axes(rank: int) -> Any:
+    return type(f"Point2VoxelCPU{rank}d", (_Point2VoxelCPU,), {"__doc__": f"{rank} axes.", "__module__": __name__})
 
 
-class Point2VoxelCPU2d(_Point2VoxelCPU):
-    """Two axes."""
-
-
-class Point2VoxelCPU3d(_Point2VoxelCPU):
-    """Three axes."""
-
-
-class Point2VoxelCPU4d(_Point2VoxelCPU):
-    """Four axes."""
+Point2VoxelCPU1d, Point2VoxelCPU2d, Point2VoxelCPU3d, Point2VoxelCPU4d = map(_on_axes, (1, 2, 3, 4))
 
 
 def _as_tensor(pc: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What coordinates mean in a version of torchsparse, and how its strided layers place their outputs."""
+"""What coordinates mean in a version of torchsparse, and how strided layers place their outputs; settings of layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from enum import Enum
 from typing import Any
 
 from sparseconv.interop.arguments import axes
+from sparseconv.kinds import check_choice
+
+KMAP_MODES = ("hashmap_on_the_fly", "hashmap")
+DOWNSAMPLE_MODES = ("spconv", "minkowski")
 
 
 def make_ntuple(x: Any, ndim: int = 3) -> tuple[int, ...]:
@@ -37,8 +41,7 @@ def set_version(version: str) -> None:
 
     The environment's ``SPARSECONV_TORCHSPARSE`` sets it, too.
     """
-    if version not in ("1.4", "2.0", "2.1"):
-        raise ValueError(f"version must be '1.4', '2.0' or '2.1'; got {version!r}")
+    check_choice("version", version, ("1.4", "2.0", "2.1"))
     _Settings.version = Version.FIRST if version == "2.1" else Version.LAST
 
 
@@ -64,14 +67,8 @@ def get_kmap_mode() -> str:
 
 def set_kmap_mode(kmap_mode: str) -> None:
     """``"hashmap_on_the_fly"``: windows begin at -padding, as in a dense array. ``"hashmap"``: they are centred."""
-    _Settings.kmap_mode = check_kmap_mode(kmap_mode)
-
-
-def check_kmap_mode(kmap_mode: str) -> str:
-    """The mode, where there is such a one."""
-    if kmap_mode not in ("hashmap_on_the_fly", "hashmap"):
-        raise ValueError(f"kmap_mode must be 'hashmap_on_the_fly' or 'hashmap'; got {kmap_mode!r}")
-    return kmap_mode
+    check_choice("kmap_mode", kmap_mode, KMAP_MODES)
+    _Settings.kmap_mode = kmap_mode
 
 
 def get_downsample_mode() -> str:
@@ -81,17 +78,11 @@ def get_downsample_mode() -> str:
 
 def set_downsample_mode(downsample_mode: str) -> None:
     """``"spconv"``: every voxel that a window reaches. ``"minkowski"``: floor(c / stride)."""
-    _Settings.downsample_mode = check_downsample_mode(downsample_mode)
+    check_choice("downsample_mode", downsample_mode, DOWNSAMPLE_MODES)
+    _Settings.downsample_mode = downsample_mode
 
 
-def check_downsample_mode(downsample_mode: str) -> str:
-    """The mode, where there is such a one."""
-    if downsample_mode not in ("spconv", "minkowski"):
-        raise ValueError(f"downsample_mode must be 'spconv' or 'minkowski'; got {downsample_mode!r}")
-    return downsample_mode
-
-
-# ---- Settings of convolutions. Where strided layers place their windows counts; the rest has no effect
+# ---- ``torchsparse.nn.functional.conv.conv_config``
 
 
 class Dataflow(Enum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +13,16 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.interop.arguments import scaled_coords
 from sparseconv.interop.torchsparse.conventions import (
+    DOWNSAMPLE_MODES,
+    KMAP_MODES,
     Version,
-    check_downsample_mode,
-    check_kmap_mode,
     get_allow_negative_coordinates,
     get_downsample_mode,
     get_kmap_mode,
     get_version,
 )
 from sparseconv.interop.torchsparse.tensor import Ints
+from sparseconv.kinds import check_choice, warn
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.torch_private import tracing
 
@@ -53,8 +53,11 @@ class Modes(NamedTuple):
     def of(cls, config: Any = None) -> Modes:
         """Those of a layer's own settings, and the global ones where it has none."""
         given = {} if config is None or get_version() is Version.LAST else config
-        kmap = check_kmap_mode(given.get("kmap_mode", get_kmap_mode()))
-        return cls(kmap, check_downsample_mode(given.get("downsample_mode", get_downsample_mode())))
+        kmap = given.get("kmap_mode", get_kmap_mode())
+        downsample = given.get("downsample_mode", get_downsample_mode())
+        check_choice("kmap_mode", kmap, KMAP_MODES)
+        check_choice("downsample_mode", downsample, DOWNSAMPLE_MODES)
+        return cls(kmap, downsample)
 
     @property
     def centred(self) -> bool:
@@ -161,10 +164,9 @@ def _warn_of_mates() -> None:
         where, advice = "begin at the least coordinates", "a kernel size that is the stride has no such bound"
     else:
         where, advice = "end at the extent", "give the SparseTensor a spatial_range, (batch items, cells of the axes)"
-    warnings.warn(
+    warn(
         f"as in torchsparse, the outputs of a strided layer {where} of the whole batch, so that those of one item "
-        f"depend on the others: {advice}",
-        stacklevel=5,
+        f"depend on the others: {advice}"
     )
 
 

@@ -334,16 +334,11 @@ class SubMConv3dFunction:
 
     @staticmethod
     def apply(
-        feats: torch.Tensor,
-        coords: torch.Tensor,
-        shape: Any,
-        neighbor_cache: SubMConv3dNeighborCache | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        dilation: Any = (1, 1, 1),
+        feats: torch.Tensor, coords: torch.Tensor, shape: Any, neighbor_cache: Any, weight: torch.Tensor, *more: Any
     ) -> tuple[torch.Tensor, SubMConv3dNeighborCache]:
-        """`sparse_submanifold_conv3d` with its arguments in another order."""
-        return sparse_submanifold_conv3d(feats, coords, shape, weight, bias, neighbor_cache, dilation)
+        """`sparse_submanifold_conv3d` with its arguments in another order; ``more`` are bias and dilation."""
+        bias, *dilation = more or (None,)
+        return sparse_submanifold_conv3d(feats, coords, shape, weight, bias, neighbor_cache, *dilation)
 
     @staticmethod
     def _compute_neighbor_cache(
@@ -362,19 +357,11 @@ class SparseConv3dFunction:
 
     @staticmethod
     def apply(
-        feats: torch.Tensor,
-        coords: torch.Tensor,
-        shape: Any,
-        neighbor_cache: SparseConv3dNeighborCache | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        out_coords: torch.Tensor | None = None,
-        stride: Any = (1, 1, 1),
-        padding: Any = (0, 0, 0),
-        dilation: Any = (1, 1, 1),
+        feats: torch.Tensor, coords: torch.Tensor, shape: Any, neighbor_cache: Any, weight: torch.Tensor, *more: Any
     ) -> tuple[torch.Tensor, torch.Tensor, SparseConv3dNeighborCache]:
-        """`sparse_conv3d` with its arguments in another order."""
-        return sparse_conv3d(feats, coords, shape, weight, bias, neighbor_cache, out_coords, stride, padding, dilation)
+        """`sparse_conv3d` with its arguments in another order; ``more`` are bias, out_coords and the window."""
+        bias, *window = more or (None,)
+        return sparse_conv3d(feats, coords, shape, weight, bias, neighbor_cache, *window)
 
     @staticmethod
     def _get_output_coords(

@@ -116,11 +116,10 @@ def in_turn(input: Any, modules: Sequence[Any]) -> Any:
 class _OnFeatures:
     """Runs the layer of torch behind it on the features of a `SparseConvTensor`, or on features."""
 
-    def forward(self, input: Any) -> Any:
-        layer: Any = super()
+    def forward(self: Any, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
-            return input.replace_feature(layer.forward(input.features))
-        return layer.forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)  # type: ignore[arg-type]
+            return input.replace_feature(super().forward(input.features))  # type: ignore[misc]
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)  # type: ignore[misc]
 
 
 class SparseBatchNorm(_OnFeatures, BatchNorm):

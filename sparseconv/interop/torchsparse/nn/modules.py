@@ -122,9 +122,8 @@ class Conv3d(torch.nn.Module):
 class _OnFeatures:
     """Runs the layer of torch behind it on the features of a tensor."""
 
-    def forward(self, input: Any) -> Any:
-        layer: Any = super()
-        return fapply(input, layer.forward)
+    def forward(self: Any, input: Any) -> Any:
+        return fapply(input, super().forward)  # type: ignore[misc]
 
 
 class BatchNorm(_OnFeatures, torch.nn.BatchNorm1d):
