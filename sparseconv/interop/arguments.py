@@ -58,13 +58,13 @@ def check_rows(name: str, rows: Any, columns: int, what: str) -> None:
         raise ValueError(f"{name} must be (N, {columns}), {what}; got {tuple(rows.shape)}")
 
 
-def check_features(name: str, features: Any, rows: int | None = None, each: str = "a voxel") -> None:
+def check_features(name: str, features: Any, rows: int | None = None, each: str = "voxel") -> None:
     """Raise unless features are (N, C), with so many rows where that is known."""
     check_tensor(name, features, "(N, C)")
     if features.ndim != 2:
         raise ValueError(f"{name} must be (N, C); got {tuple(features.shape)}")
     if rows is not None and surely(features.shape[0] != rows):
-        raise ValueError(f"{name} must be ({rows}, C), one row {each}; got {tuple(features.shape)}")
+        raise ValueError(f"{name} must be ({rows}, C), a row for each {each}; got {tuple(features.shape)}")
 
 
 def check_inside(name: str, grid: VoxelGrid, shape: Sequence[int], of: str) -> None:

@@ -72,7 +72,12 @@ def convert(
     to: str | Layout,
     *,
     ignore_classes: Sequence[str] = (),
-    **options: Any,
+    rank: int = 3,
+    kernel_sizes: Mapping[str, int | Sequence[int]] | None = None,
+    groups: Mapping[str, int] | None = None,
+    skip: Sequence[str] = (),
+    strided_one_tap: Sequence[str] = (),
+    rename: Callable[[str], str] | None = None,
 ) -> Report:
     """Convert one file into another; options are those of `read` and `convert_state`. No file is left after an error.
 
@@ -82,6 +87,8 @@ def convert(
     ...     print(convert(f"{folder}/theirs.pt", f"{folder}/ours.pt", "minkowski", "sparseconv"))
     minkowski -> sparseconv: 1 tensors, 1 convolutions permuted, 864 numbers
     """
+    options: Any = {"rank": rank, "kernel_sizes": kernel_sizes, "groups": groups, "skip": skip}
+    options |= {"strided_one_tap": strided_one_tap, "rename": rename}
     check_place(path_out)
     state, report = convert_state(read(path_in, ignore_classes=ignore_classes), from_, to, **options)
     write(state, path_out)
@@ -281,7 +288,12 @@ def load(
     from_: str | Layout,
     *,
     ignore_classes: Sequence[str] = (),
-    **options: Any,
+    rank: int = 3,
+    kernel_sizes: Mapping[str, int | Sequence[int]] | None = None,
+    groups: Mapping[str, int] | None = None,
+    skip: Sequence[str] = (),
+    strided_one_tap: Sequence[str] = (),
+    rename: Callable[[str], str] | None = None,
 ) -> Report:
     """Load another library's checkpoint into a network of this one, whole or not at all.
 
@@ -298,6 +310,8 @@ def load(
     """
     if isinstance(checkpoint, (str, Path)):
         checkpoint = read(checkpoint, ignore_classes=ignore_classes)
+    options: Any = {"rank": rank, "kernel_sizes": kernel_sizes, "groups": groups, "skip": skip}
+    options |= {"strided_one_tap": strided_one_tap, "rename": rename}
     converted, report = convert_state(checkpoint, from_, "sparseconv", **options)
     check_fit(module, converted)
     module.load_state_dict(converted, strict=True)

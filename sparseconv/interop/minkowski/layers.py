@@ -574,7 +574,7 @@ class MinkowskiUnionFunction:
         if len(in_feats) != len(in_coords_keys) or len(in_feats) < 2:
             raise ValueError(f"a union takes two tensors or more; got {len(in_feats)}, {len(in_coords_keys)} keys")
         for key, features in zip(in_coords_keys, in_feats):
-            check_features("in_feats", features, coordinate_manager.size(key), "a voxel of its key")
+            check_features("in_feats", features, coordinate_manager.size(key), "voxel of its key")
         if len({features.shape[1] for features in in_feats}) > 1:
             raise ValueError(f"in_feats must have as many channels each; got {[tuple(x.shape) for x in in_feats]}")
         maps = coordinate_manager.union_map(in_coords_keys, out_coords_key)

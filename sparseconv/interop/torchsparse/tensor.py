@@ -441,7 +441,7 @@ def to_dense(feats: torch.Tensor, coords: torch.Tensor, spatial_range: Any) -> t
     """Features (N, C) at coords (N, 4), the batch first -> (B, x, y, z, C); voxels outside raise ValueError."""
     size = make_ntuple(spatial_range, 4)
     check_coords(coords)
-    check_features("feats", feats, len(coords), "for each of coords")
+    check_features("feats", feats, len(coords), "row of coords")
     if bool(((coords < 0) | (coords >= row(size, coords))).any()):
         raise ValueError(f"some voxels lie outside of the spatial range {size}")
     return filled(feats, coords, size[0], IndexRange.of_shape(size[1:])).movedim(1, -1)
