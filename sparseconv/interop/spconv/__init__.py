@@ -28,6 +28,7 @@ _MODULES = {
     "pytorch": "pytorch",
     "pytorch.hash": "hash",
     "pytorch.identity": "pytorch.modules",
+    "pytorch.spatial": "pytorch.modules",
     "pytorch.tables": "pytorch.modules",
     **{
         f"pytorch.{name}": f"pytorch.{name}"

@@ -15,6 +15,7 @@ from sparseconv.interop.spconv.core import Activation
 from sparseconv.interop.spconv.hash import HashTable
 from sparseconv.interop.spconv.pytorch import conv, functional, ops, pool
 from sparseconv.interop.spconv.pytorch.conv import SparseConvolution, SparseConvolutionBase
+from sparseconv.interop.spconv.pytorch.modules import RemoveDuplicate
 from tests import oracle
 from tests.interop.scenes import scene
 
@@ -157,6 +158,17 @@ def test_hash_table(device):
         HashTable(torch.device(device), torch.float32, torch.int32)
 
 
+def test_duplicates_are_left_out():
+    indices = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 1, 1], [1, 0, 0]], dtype=torch.int32)
+    features = torch.arange(4.0)[:, None].requires_grad_()
+    y = RemoveDuplicate()(spconv.SparseConvTensor(features, indices, [2, 2], 2))
+    assert y.indices.tolist() == indices[[0, 1, 3]].tolist()
+    y.features.sum().backward()
+    assert features.grad.flatten().tolist() == [1, 1, 0, 1]
+    none = RemoveDuplicate()(spconv.SparseConvTensor(torch.zeros(0, 3), indices[:0], [2, 2], 2))
+    assert none.features.shape == (0, 3)
+
+
 def test_what_is_wrong_is_said():
     pairs = torch.zeros(2, 27, 1, dtype=torch.int32)
     counts, table = torch.ones(27, dtype=torch.int32), torch.zeros(27, 1, dtype=torch.int32)
@@ -200,12 +212,12 @@ ours.install()
 from spconv.pytorch.conv import SparseConvolutionBase
 from spconv.pytorch.functional import implicit_gemm, indice_conv
 from spconv.pytorch.hash import HashTable
-from spconv.pytorch.tables import AddTable
-from spconv.pytorch.identity import Identity
+from spconv.pytorch.spatial import RemoveDuplicate
 import spconv.pytorch as spconv
 import spconv.pytorch.hash as hashes
+import spconv.pytorch.spatial as spatial
 assert spconv.functional.indice_conv is indice_conv
-assert hashes.HashTable is HashTable and spconv.AddTable is AddTable and spconv.Identity is Identity
+assert hashes.HashTable is HashTable and spatial.RemoveDuplicate is RemoveDuplicate
 ours.uninstall()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -246,6 +258,13 @@ def test_pools_over_tables_are_the_layers(device, as_spconv, monkeypatch):
     ):
         assert torch.equal(y, wanted)
         torch.testing.assert_close(torch.autograd.grad(y, features, grad)[0], back_wanted)
+    torch.testing.assert_close(ops.indice_maxpool_backward(features, largest, grad, pairs, counts), of_max)
+    torch.testing.assert_close(ops.indice_maxpool_implicit_gemm_backward(features, largest, grad, back), of_max)
+    same, seen = ops.indice_avgpool_implicit_gemm(features, forward, len(outs), True)
+    assert torch.equal(same, mean)
+    assert seen.tolist() == (forward >= 0).sum(0).tolist()
+    assert len(ops.indice_avgpool_implicit_gemm(features, forward, len(outs), False)[1]) == 0
+    torch.testing.assert_close(ops.indice_avgpool_implicit_gemm_backward(grad, back, seen), of_mean)
 
 
 @pytest.mark.parametrize("as_spconv", [False, True])
@@ -265,11 +284,32 @@ def test_a_mean_of_halves_is_summed_in_fp32(as_spconv, monkeypatch):
         assert y.flatten().tolist() == [30000.0] * 8
 
 
-def test_rows_of_batch_items():
+def test_gradients_by_one_table():
+    features, indices, shape, batch = given()
+    algo = spconv.ConvAlgo.MaskImplicitGemm
+    outs, _, forward, back, *_ = ops.get_indice_pairs_implicit_gemm(
+        indices, batch, shape, algo, [3] * 3, [2] * 3, [1] * 3, [1] * 3, [0] * 3
+    )
+    filters = torch.randn(5, 3, 3, 3, features.shape[1], dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(len(outs), 5, dtype=torch.float64)
+    y = functional.implicit_gemm(features, filters, forward, back, [], [], [], [], len(outs))
+    wanted = torch.autograd.grad(y, (features, filters), grad)
+    got = ops.implicit_gemm_backward(features, filters, grad, forward, back, [], [], [], [], None, [], 0, False)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_of_batch_items_and_clamped_integers():
     coords = torch.tensor([[1, 0, 0], [0, 3, 3], [1, 2, 2]], dtype=torch.int32)
     rows, counts = ops.global_pool_rearrange(coords, 3)
     assert counts.tolist() == [1, 2, 0]
     assert [row[:count].tolist() for row, count in zip(rows, counts)] == [[1], [0, 2], []]
+    numbers = torch.tensor([1, 5, 9], dtype=torch.int32)
+    ops.maximum_value_int_(numbers, 6)
+    assert numbers.tolist() == [6, 6, 9]
+    table = torch.zeros(1, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"out_bp must be \(3, 2\)"):
+        ops.indice_maxpool_implicit_gemm_backward(torch.zeros(3, 2), None, torch.zeros(3, 1), table)
 
 
 def test_sets_of_layers():

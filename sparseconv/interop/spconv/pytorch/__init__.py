@@ -19,7 +19,12 @@ from sparseconv.interop.spconv.pytorch.pool import (
     SparseMaxPool1d, SparseMaxPool2d, SparseMaxPool3d, SparseMaxPool4d
 )  # fmt: skip
 
-for _name, _module in {"hash": hash, "identity": modules, "tables": modules}.items():  # which have no files here
+for _name, _module in {
+    "hash": hash,
+    "identity": modules,
+    "spatial": modules,
+    "tables": modules,
+}.items():  # which have no files here
     resolve(f"{__name__}.{_name}", _module)
 
 __all__ = [

@@ -236,7 +236,7 @@ def indice_maxpool(
     ``features`` are (N_in, C), the result is (num_activate_out, C); differentiable to any order.
     """
     check_features("features", features)
-    return _largest(features, of_pairs(indice_pairs, indice_pair_num, len(features), num_activate_out))
+    return largest(features, of_pairs(indice_pairs, indice_pair_num, len(features), num_activate_out))
 
 
 def indice_maxpool_implicit_gemm(
@@ -244,7 +244,7 @@ def indice_maxpool_implicit_gemm(
 ) -> torch.Tensor:
     """`indice_maxpool` by the table ``indice_pairs_fwd`` (K, N_out) of input rows; the other has no effect."""
     check_features("features", features)
-    return _largest(features, of_table(indice_pairs_fwd, len(features), num_activate_out))
+    return largest(features, of_table(indice_pairs_fwd, len(features), num_activate_out))
 
 
 def indice_avgpool_implicit_gemm(
@@ -277,6 +277,7 @@ class SpconvMean(torch.autograd.Function):
         return grad * counts, None
 
 
-def _largest(features: torch.Tensor, edges: KernelMap) -> torch.Tensor:
+def largest(features: torch.Tensor, edges: KernelMap) -> torch.Tensor:
+    """The largest of the rows that each output sees; 0 at least under ``POOL_AS_SPCONV``."""
     found = edge_max(features, edges)[0]
     return found.clamp(min=0) if constants.POOL_AS_SPCONV else found

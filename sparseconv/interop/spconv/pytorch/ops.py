@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, check_features, integers
+from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch import functional
 from sparseconv.interop.spconv.pytorch.geometry import (
@@ -22,6 +23,7 @@ from sparseconv.interop.spconv.pytorch.geometry import (
     pair_table,
 )
 from sparseconv.kinds import check_values
+from sparseconv.ops.pooling import edge_sum
 from sparseconv.plan.convolution import ConvolutionPlan
 
 Ints = Sequence[int]
@@ -171,14 +173,22 @@ def indice_conv_backward(
     timer: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of features and filters of `indice_conv`."""
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return indice_conv(x, w, indice_pairs, indice_pair_num, len(out_bp), inverse)
+
+    return _gradients(run, out_bp, features, filters)
+
+
+def _gradients(run: Callable[..., torch.Tensor], out_bp: torch.Tensor, *inputs: torch.Tensor) -> tuple[Any, ...]:
+    """The gradients of what ``run`` makes of inputs."""
     check_features("out_bp", out_bp)
-    x, w = (t.detach().requires_grad_() for t in (features, filters))
+    leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
-        y = indice_conv(x, w, indice_pairs, indice_pair_num, len(out_bp), inverse)
+        y = run(*leaves)
     if out_bp.shape != y.shape:
         raise ValueError(f"out_bp must be {tuple(y.shape)}; got {tuple(out_bp.shape)}")
-    of_features, of_filters = torch.autograd.grad(y, (x, w), out_bp)
-    return of_features, of_filters
+    return torch.autograd.grad(y, leaves, out_bp)
 
 
 def implicit_gemm(
@@ -196,11 +206,66 @@ def implicit_gemm(
     return functional.implicit_gemm(features, filters, *tables, num_activate_out, *options, **named), None, -1
 
 
+def implicit_gemm_backward(
+    features: torch.Tensor, filters: torch.Tensor, out_bp: torch.Tensor, pair_fwd: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of features and filters of `implicit_gemm`; tables but ``pair_fwd``, and flags, have no effect."""
+    tables = (pair_fwd, None, None, None, None, None)
+    return _gradients(lambda x, w: functional.implicit_gemm(x, w, *tables, len(out_bp)), out_bp, features, filters)
+
+
+def indice_maxpool_backward(
+    features: torch.Tensor,
+    out_features: torch.Tensor,
+    out_bp: torch.Tensor,
+    indice_pairs: torch.Tensor,
+    indice_pair_num: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the features of `indice_maxpool`; ``out_features`` has no effect."""
+    return _gradients(lambda x: indice_maxpool(x, indice_pairs, indice_pair_num, len(out_bp)), out_bp, features)[0]
+
+
 def indice_maxpool_implicit_gemm(
     features: torch.Tensor, indice_pairs: torch.Tensor, num_activate_out: int
 ) -> torch.Tensor:
     """`functional.indice_maxpool_implicit_gemm` by the table (K, N_out) of input rows alone."""
     return functional.indice_maxpool_implicit_gemm(features, indice_pairs, None, num_activate_out)
+
+
+def indice_maxpool_implicit_gemm_backward(
+    features: torch.Tensor, out_features: torch.Tensor, out_bp: torch.Tensor, indice_pairs: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the features, by the table (K, N_in) of output rows; ``out_features`` has no effect."""
+    edges = functional.of_table(indice_pairs, len(out_bp), len(features)).reverse()
+    return _gradients(lambda x: functional.largest(x, edges), out_bp, features)[0]
+
+
+def indice_avgpool_implicit_gemm(
+    features: torch.Tensor, indice_pairs: torch.Tensor, num_activate_out: int, calc_count: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`functional.indice_avgpool_implicit_gemm`, and how many rows each output sees (N_out,), none if not asked for."""
+    mean = functional.indice_avgpool_implicit_gemm(features, indice_pairs, None, num_activate_out)
+    counts = (indice_pairs >= 0).sum(0, dtype=torch.int32)
+    return mean, counts if calc_count else counts.new_empty(0)
+
+
+def indice_avgpool_implicit_gemm_backward(
+    out_bp: torch.Tensor, indice_pairs: torch.Tensor, count_out: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the features (N_in, C), by the table (K, N_in) of output rows and the counts (N_out,)."""
+    check_features("out_bp", out_bp)
+    check_values("count_out", count_out, f"({len(out_bp)},) integers")
+    if count_out.shape != out_bp.shape[:1]:
+        raise ValueError(f"count_out must be ({len(out_bp)},); got {tuple(count_out.shape)}")
+    edges = functional.of_table(indice_pairs, len(out_bp), indice_pairs.shape[-1])
+    counts = count_out.clamp(min=1)[:, None].to(out_bp.dtype)
+    return edge_sum(out_bp * counts if constants.POOL_AS_SPCONV else out_bp / counts, edges)
+
+
+def maximum_value_int_(ten: torch.Tensor, value: int) -> None:
+    """Raise the numbers of a tensor below ``value`` to it, in place."""
+    check_values("ten", ten, "integers")
+    ten.clamp_(min=value)
 
 
 def global_pool_rearrange(coords: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
