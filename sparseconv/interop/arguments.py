@@ -1,4 +1,4 @@
-"""Arguments of other libraries' layers: sizes for every axis, coordinates in 32 bits, classes made of one another."""
+"""What the other libraries' layers share: checks of sizes, coordinates and features, classes, maps in a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a plan came by its edges."""
+"""fVDB's convolution plans: fine = stride * coarse + tap - floor((kernel_size - 1) / 2)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ConvolutionPhasePolicy(str, Enum):
     TORCH_SAME_PHASE = "torch_same_phase"
 
 
-# ---- The window of a plan, and whether two grids lie in one lattice
+# ---- the window of a plan, and whether two grids lie in one lattice
 
 
 #: how far voxel sizes and origins may differ, relative and in voxels
@@ -102,7 +102,7 @@ def compatibility(
     return ConvolutionTransformCompatibility(*counts, True, True, True, True, True, True, offset)
 
 
-# ---- How many pairs the rows of a plan have
+# ---- how many pairs the rows of a plan have
 
 
 #: kernel sizes and strides that a process was warned of
@@ -179,7 +179,7 @@ def warn_of_gaps(geometry: ConvolutionGeometry, stacklevel: int) -> None:
         )
 
 
-# ---- Plans with fVDB's names: fine = stride * coarse + tap - floor((kernel_size - 1) / 2)
+# ---- plans
 
 
 Pairs = Sequence[tuple[int, int]]

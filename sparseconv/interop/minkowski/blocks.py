@@ -1,4 +1,4 @@
-"""Residual blocks."""
+"""``MinkowskiEngine.modules``: residual blocks, with squeeze and excitation or without."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Bottleneck(_Block):
     strided = 1
 
 
-# ---- Residual blocks with squeeze and excitation
+# ---- ``modules.senet_block``
 
 
 class SELayer(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The enumerations of MinkowskiEngine, and integers given for every axis."""
+"""Arguments of MinkowskiEngine's layers: enumerations, keys of coordinates and kernels."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def check_mode(name: str, value: object, kind: type[Enum]) -> None:
         check_kind(name, value, kind, f"pass one of {', '.join(kind.__members__)}")
 
 
-# ---- The names of sets of voxels
+# ---- keys: the names of sets of voxels
 
 
 #: tensor stride and a string that tells apart sets of one stride
@@ -225,7 +225,7 @@ class CoordinateMapKey:
         return f"coordinate map key:{list(self._key[0])}" + (f":{self._key[1]}" if self._key[1] else "")
 
 
-# ---- Kernels: which neighbours a voxel sees, and in what order
+# ---- kernels: which neighbours a voxel sees, and in what order
 
 
 class KernelGenerator:

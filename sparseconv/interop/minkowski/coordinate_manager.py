@@ -1,4 +1,4 @@
-"""Sets of voxels as MinkowskiEngine has them, coordinates being multiples of a tensor stride, over grids.
+"""`CoordinateManager`: sets of voxels, whose coordinates are multiples of a tensor stride, and the plans between them.
 
 A grid counts in units of the tensor stride and holds the axes backwards: MinkowskiEngine numbers taps with the first
 axis fastest, plans with the last one. So a kernel's taps are those of a plan's box, in the plan's own order.
@@ -652,7 +652,7 @@ class CoordinateManager:
         return "\n".join([f"{type(self).__name__}(", *lines, f"\t{len(self._plans)} plans", ")"])
 
 
-# ---- Coordinate managers while torch traces: sets of voxels are grids of the program, and plans its operators
+# ---- managers while torch traces: sets of voxels are grids of the program, and plans its operators
 
 
 class TracedManager(CoordinateManager):

@@ -1,4 +1,4 @@
-"""Layers of torch that work on features, with the layer of torch under ``module``."""
+"""Layers of features: activations, norms, linear layers, sums of tensors, dense arrays and sparse matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparseconv.geometry.arguments import INTEGERS
 from sparseconv.interop.arguments import integers
 from sparseconv.interop.minkowski.common import CoordinateMapKey
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
-from sparseconv.interop.minkowski.layers import MinkowskiModuleBase, check_input
+from sparseconv.interop.minkowski.layers import MinkowskiModuleBase, check_input, given_manager
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor, TensorField, features_of, with_features
 from sparseconv.kinds import check_kind, check_values
 from sparseconv.ops.points import PointGroups
@@ -83,7 +83,7 @@ class MinkowskiSinusoidal(MinkowskiModuleBase):
         return with_features(input, lambda x: torch.sin(x @ self.kernel + self.bias) * self.coef)
 
 
-# ---- Norms, with the norm of torch under ``bn``
+# ---- norms, with the norm of torch under ``bn``
 
 
 class MinkowskiBatchNorm(torch.nn.Module):
@@ -164,9 +164,7 @@ class MinkowskiInstanceNormFunction:
         gpooling_mode: Any = None,
     ) -> torch.Tensor:
         """Features (N, C) -> (N, C)."""
-        if coords_manager is None:
-            raise TypeError("coords_manager must be the manager of the key; got None")
-        return _normalized(in_feat, in_coords_key, coords_manager, 1e-8).to(in_feat.dtype)
+        return _normalized(in_feat, in_coords_key, given_manager(coords_manager), 1e-8).to(in_feat.dtype)
 
 
 class MinkowskiInstanceNorm(MinkowskiModuleBase):
@@ -201,7 +199,7 @@ class MinkowskiStableInstanceNorm(MinkowskiInstanceNorm):
     eps = 1e-6
 
 
-# ---- Tensors side by side, dense arrays, linear layers, and containers that add up or join their branches
+# ---- linear layers, tensors side by side, and containers that add up or join their branches
 
 
 class MinkowskiNetwork(torch.nn.Module, ABC):
@@ -383,7 +381,7 @@ class MinkowskiToFeature(MinkowskiModuleBase):
         return features_of(x)
 
 
-# ---- Products of a sparse matrix, given as triples, and a dense one
+# ---- products of a sparse matrix, given as triples, and a dense one
 
 
 def spmm(

@@ -88,7 +88,7 @@ def given_manager(manager: CoordinateManager | None) -> CoordinateManager:
     return manager
 
 
-# ---- Convolutions with MinkowskiEngine's names and weights: ``kernel`` (V, C_in, C_out), ``bias`` (1, C_out)
+# ---- convolutions: ``kernel`` (V, C_in, C_out), ``bias`` (1, C_out)
 
 
 class MinkowskiModuleBase(torch.nn.Module):
@@ -306,7 +306,7 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
         )
 
 
-# ---- Pooling over kernels and over whole batch items
+# ---- pooling over kernels
 
 
 _HOW: dict[PoolingMode, Reduce] = {
@@ -433,7 +433,7 @@ class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
             self.kernel_generator.expand_coordinates = expand_coordinates
 
 
-# ---- whole batch items
+# ---- pooling over whole batch items
 
 
 def _global(
@@ -526,7 +526,7 @@ class MinkowskiDirectMaxPoolingFunction:
         return PointGroups(out_map, out_nrows).reduce(features[in_map.long()], "max")
 
 
-# ---- Layers that change voxels: pruning, union, and interpolation between them
+# ---- pruning, union and interpolation
 
 
 class MinkowskiPruningFunction:
@@ -637,7 +637,7 @@ class MinkowskiInterpolation(MinkowskiModuleBase):
         return (out, *asked)
 
 
-# ---- Features of whole batch items, given to each of their voxels
+# ---- broadcasts: features of whole batch items, given to each of their voxels
 
 
 def spread(features_global: torch.Tensor, key: CoordinateMapKey, manager: CoordinateManager) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What sparse tensors and tensor fields share: features under a key of a coordinate manager."""
+"""`SparseTensor` and `TensorField`: features of voxels, and of points anywhere, under a key of a coordinate manager."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def check_same_rows(features: torch.Tensor, coordinates: torch.Tensor) -> None:
         )
 
 
-# ---- `SparseTensor` and `TensorField`: features of voxels, and of points anywhere
+# ---- the two tensors
 
 
 _REDUCTIONS: dict[Mode, Reduce] = {Mode.UNWEIGHTED_AVERAGE: "mean", Mode.UNWEIGHTED_SUM: "sum", Mode.MAX_POOL: "max"}

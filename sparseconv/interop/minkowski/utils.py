@@ -140,7 +140,7 @@ class SparseCollation:
         return batch_sparse_collate(kept, dtype=self.dtype, device=self.device)
 
 
-# ---- Points -> the cells that hold them
+# ---- quantization: points -> the cells that hold them
 
 
 def _matrix(name: str, rows: Any) -> Any:
@@ -274,7 +274,7 @@ def unique_coordinate_map(coordinates: torch.Tensor, tensor_stride: Axes = 1) ->
     return CoordinateMap.of(coordinates, tuple(reversed(stride)))[1:]
 
 
-# ---- How kernels are initialised
+# ---- initialization
 
 
 def kaiming_normal_(
@@ -296,7 +296,7 @@ def kaiming_normal_(
         return tensor.normal_(0, gain / math.sqrt(fan))
 
 
-# ---- A network's layers, the shapes that they give, and their parameters
+# ---- summaries: layers, the shapes that they give, and their parameters
 
 
 #: a module, the shapes that it gave, its own parameters

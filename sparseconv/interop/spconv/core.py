@@ -1,4 +1,4 @@
-"""Names of algorithms, kept so that code which chooses one still runs; the backend is chosen by sparseconv."""
+"""``spconv.core``: names of algorithms, which choose nothing here, and activations."""
 
 from __future__ import annotations
 

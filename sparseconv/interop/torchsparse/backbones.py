@@ -1,4 +1,4 @@
-"""The blocks of torchsparse's networks."""
+"""``torchsparse.backbones``: blocks, a residual encoder and a residual U-Net, with torchsparse's parameter names."""
 
 from __future__ import annotations
 
@@ -53,9 +53,6 @@ class SparseResBlock(nn.Module):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self.relu(self.main(x) + self.shortcut(x))
-
-
-# ---- A residual encoder and a residual U-Net, with torchsparse's parameter names
 
 
 class SparseResNet(nn.ModuleList):
@@ -145,6 +142,3 @@ class SparseResUNet42(SparseResUNet):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(32, [32, 64, 128, 256], [256, 128, 96, 96], **kwargs)
-
-
-# ---- torchsparse's networks

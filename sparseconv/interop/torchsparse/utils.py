@@ -26,7 +26,7 @@ def make_divisible(x: int, divisor: int) -> int:
     return (x + divisor - 1) // divisor * divisor
 
 
-# ---- Scenes put together in a batch
+# ---- batches
 
 
 def sparse_collate(inputs: list[SparseTensor]) -> SparseTensor:
@@ -68,7 +68,7 @@ def sparse_collate_fn(inputs: list[Any]) -> Any:
     return batch
 
 
-# ---- Points -> the voxels that hold them
+# ---- quantization
 
 
 def sparse_quantize(
