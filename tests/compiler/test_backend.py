@@ -93,6 +93,7 @@ POOLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sum, then average": (lambda m, y: m.second(m.first(y)), {"first": nn.AvgPool(2), "second": nn.SumPool(2)}),
     "maximum": (lambda m, y: m.pool(y), {"pool": nn.MaxPool(3, 2)}),
     "group and instance norm": (lambda m, y: m.b(m.a(y)), {"a": nn.GroupNorm(2, 8), "b": nn.InstanceNorm(8)}),
+    "norm of channels that learns": (lambda m, y: m.other(y), {"other": nn.LayerNorm(8)}),
     "mean of items": (lambda m, y: m.pool(y), {"pool": nn.GlobalAvgPool()}),
     "maximum of items": (lambda m, y: m.pool(y), {"pool": nn.GlobalMaxPool()}),
     "dense": (lambda m, y: y.to_dense((12, 12, 12)), {}),

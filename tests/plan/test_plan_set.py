@@ -179,6 +179,14 @@ def test_within_equals_a_dense_convolutions_support(kernel, stride, padding, dil
     assert torch.equal(plan.target.to_dense(y, shape), ones)
 
 
+def test_plans_within_a_box_go_down_or_up():
+    """One grid keeps both, of the same shape and window."""
+    grid = sc.VoxelGrid(torch.tensor([[0, 1], [0, 2]]))
+    down, up = (plan_within(grid, (6,), 2, stride=2, generative=generative) for generative in (False, True))
+    assert down.target.coords[:, 1].tolist() == [0, 1]
+    assert up.target.coords[:, 1].tolist() == [2, 3, 4, 5]
+
+
 def test_a_box_without_a_cell_is_an_error():
     with pytest.raises(ValueError, match="no cell"):
         plan_within(scene().grid, (0, 1, 1), 3, stride=2)

@@ -197,6 +197,17 @@ def test_centred_windows_and_floors():
     check(layer, x, layer(x), (2, 2, 2), (1, 1, 1))
 
 
+def test_windows_that_tile_the_axes_with_a_stride_have_floors():
+    """Whatever they are on the other axes."""
+    F.set_kmap_mode("hashmap")
+    x = tensor()
+    layer = spnn.Conv3d(3, 4, (2, 3, 2), (2, 1, 2)).double()
+    y = layer(x)
+    cells = torch.cat([x.C[:, :1], x.C[:, 1:] // torch.tensor([2, 1, 2])], 1)
+    assert torch.equal(torch.unique(y.C, dim=0), torch.unique(cells, dim=0).int())
+    check(layer, x, y, (2, 1, 2), (0, 1, 0))
+
+
 def test_a_layers_own_settings_place_its_windows():
     for kernel, modes in ((3, {"kmap_mode": "hashmap", "downsample_mode": "minkowski"}), (2, {"kmap_mode": "hashmap"})):
         config = F.conv_config.get_default_conv_config()
