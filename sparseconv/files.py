@@ -7,6 +7,7 @@ folder of several users: `open_plain` follows no link there."""
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO, Literal
@@ -25,9 +27,18 @@ TIMES = 200
 BLOCK = 1 << 20
 #: what a process of `run_apart` runs: a script, under the import path of the process that started it
 START = """import sys
-sys.path[:] = sys.argv.pop(1).split("\\n")
-sys.argv.pop(0)
+try:
+    import resource
+    most, hard = int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(hard, most), hard))
+except ImportError:  # a system without such limits
+    pass
+sys.path[:] = sys.argv[2].split("\\n")
+del sys.argv[:3]
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))"""
+
+#: how many times longer than it may compute such a process may take: machines are busy
+BUSY = 10
 
 
 def most_bytes(size: int) -> int:
@@ -68,24 +79,27 @@ def check_members(archive: zipfile.ZipFile, size: int) -> None:
 
 
 def run_apart(script: Path, arguments: Sequence[str], seconds: float) -> None:
-    """Run a script in a process of its own, which sees this one's import path, and end it after ``seconds``.
+    """Run a script in a process of its own, which sees this one's import path.
 
+    It is ended after ``seconds`` of computing; it may wait longer for its turn on a busy machine, but not for ever.
     The script bounds its own memory, with ``resource``, before it reads. Raises ValueError with what it wrote to stderr
     last, or with how it ended: a reader that crashes or runs out of memory takes nobody along.
     """
     few = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAYON_NUM_THREADS": "2"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", START, "\n".join(sys.path), str(script), *arguments],
+            [sys.executable, "-c", START, str(ceil(seconds)), "\n".join(sys.path), str(script), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env={**os.environ, **few},
-            timeout=seconds,
+            timeout=BUSY * seconds,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"its reader had not finished after {seconds:.0f} s") from None
+        raise ValueError(f"its reader had not finished after {BUSY * seconds:.0f} s") from None
     if done.returncode:
+        if hasattr(signal, "SIGXCPU") and done.returncode == -signal.SIGXCPU:
+            raise ValueError(f"its reader had not finished after {ceil(seconds)} s of computing")
         said = done.stderr.decode(errors="replace").strip().splitlines()
         if done.returncode < 0 or not said:
             raise ValueError(f"its reader crashed or ran out of memory (exit status {done.returncode})")

@@ -316,12 +316,26 @@ def test_counts_of_ply_beyond_the_file_are_refused(tmp_path):
     refused_at_once(tmp_path / "cloud.ply", "early end-of-file")
 
 
+def test_a_reader_may_wait_for_its_turn(tmp_path, monkeypatch):
+    """On a busy machine a process computes for a part of the time alone."""
+    pytest.importorskip("plyfile")
+    write(tmp_path / "a.ply", POINTS)
+    reader = "import sys, time, numpy\ntime.sleep(2.5)\nnumpy.save(sys.argv[3], numpy.ones((2, 3)))"
+    (tmp_path / "foreign.py").write_text(reader)
+    monkeypatch.setattr(clouds, "__file__", str(tmp_path / "clouds.py"))
+    monkeypatch.setattr(clouds, "PATIENCE", 2.0)
+    monkeypatch.setattr("sparseconv.files.BUSY", 100)
+    assert read_cloud(tmp_path / "a.ply").tolist() == [[1.0] * 3] * 2
+
+
 def test_a_reader_that_dies_or_never_ends_is_an_error_here(tmp_path, monkeypatch):
     pytest.importorskip("plyfile")
     write(tmp_path / "a.ply", POINTS)
+    monkeypatch.setattr("sparseconv.files.BUSY", 100)
     for line, patience, sentence in (
         ("import os; os.abort()", clouds.PATIENCE, "crashed or ran out of memory"),
-        ("import time; time.sleep(60)", 1.0, "not finished after 1 s"),
+        ("while True: pass", 0.5, "not finished after 1 s of computing"),
+        ("import time; time.sleep(600)", 0.01, "not finished after 1 s$"),
         ("raise SystemExit('no')", clouds.PATIENCE, "no"),
     ):
         (tmp_path / "foreign.py").write_text(line)
