@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.llvm_implicit_gemm import backend as engine
 from sparseconv.backends.llvm_implicit_gemm import kernels
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
 from sparseconv.geometry.cpu import loops
@@ -270,8 +269,8 @@ WRITTEN = [
     (kernels.Loops, ("forward", ((8, 8), (8,)), False, host()), ()),
     (kernels.Loops, ("weight_grad", ((8, 8), (8,)), True, host()), (False,)),
     (kernels._Integers, ("quads_rescaled", ((8,),), False, host()), ()),
-    (engine._Find, (), ()),
-    (engine._Sort, (), ()),
+    (kernels._Find, (), ()),
+    (kernels._Sort, (), ()),
     (loops._Loop, ("keys", 1, 3), (4,)),
     (loops._Loop, ("edges", 5, 12), ()),
     (loops._Loop, ("mark", 3, 3), (3,)),

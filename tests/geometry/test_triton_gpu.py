@@ -303,28 +303,3 @@ def test_a_search_sorts_its_rows_each_time(n: int) -> None:
         row_order(search)
         order, keys = search.found[1].tensor(ORDER), search.keys[0]
         assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)
-
-
-@pytest.mark.parametrize("edges", [(20, 60, 40), (96, 90, 100)], ids=["few", "many"])
-def test_maps_by_launches_that_begin_early_are_those_by_launches_that_wait(
-    edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sparseconv.geometry.gpu.lists import Schedule
-    from sparseconv.geometry.gpu.work_lists import schedule_of
-    from sparseconv.gpu import launcher
-
-    names = [field.name for field in dataclasses.fields(Schedule)]
-
-    def made(edge: int, seed: int) -> list:
-        found = ConvolutionPlan(VoxelGrid(ball(edge, seed)), 3).kernel_map
-        schedule = schedule_of(found, 128)
-        return [found.in_rows, found.out_rows, *(getattr(schedule, name) for name in names)]
-
-    scenes = [(edge, seed) for seed in range(4) for edge in edges]
-    with monkeypatch.context() as patch:
-        patch.setattr(launcher, "is_capturing", lambda: True)  # as in a graph, where no launch begins early
-        wanted = [made(*scene) for scene in scenes]
-    found = [made(*scene) for scene in scenes]
-    for one, other in zip(found, wanted, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
