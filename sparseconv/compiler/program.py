@@ -73,9 +73,9 @@ class Program:
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether running the graph once more would draw other random numbers."""
-        passes = [p for p in (self.forward, self.backward) if p is not None]
-        return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for p in passes for n in p.nodes)
+        """Whether running the forward graph once more, as for gradients of gradients, would draw other numbers."""
+        assert self.forward is not None
+        return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in self.forward.nodes)
 
     def note(self, reason: str) -> None:
         if reason not in self.reasons:
