@@ -14,6 +14,7 @@ import torch
 
 from sparseconv.geometry.arguments import INT32, INTEGERS, bounds, check_indices, row
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_kind, check_tensor, check_values, described, shortened
 from sparseconv.torch_private import exporting, surely, tracing
@@ -132,6 +133,32 @@ def floor_to_int32(name: str, points: torch.Tensor) -> torch.Tensor:
     if low and (low[0] < INT32.min or high[0] > INT32.max):
         raise ValueError(f"{name} must fit in 32 bits; got values from {low[0]} to {high[0]}")
     return points.int()
+
+
+def first_rows(coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first row of each distinct row of coords (N, C), ascending, and the number of each row among them.
+
+    Returns:
+        (rows (M,), numbers (N,)), int64: ``coords[rows][numbers] == coords``.
+    """
+    low, high = bounds(coords)
+    if not low:
+        return (torch.zeros(0, dtype=torch.int64, device=coords.device),) * 2
+    try:
+        keys = KeySpace(IndexRange(low, tuple(h + 1 for h in high))).keys(coords.long())
+        distinct, numbers = torch.unique(keys, return_inverse=True)
+    except ValueError:  # wider than 63 bits
+        distinct, numbers = torch.unique(coords, dim=0, return_inverse=True)
+    return by_first_row(numbers, len(distinct))
+
+
+def by_first_row(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups (N,) renumbered by their first row: the first rows (count,), ascending, and the new numbers."""
+    rows = torch.arange(len(numbers), device=numbers.device)
+    first = torch.full((count,), len(numbers), device=numbers.device).scatter_reduce_(0, numbers, rows, "amin")
+    ordered, order = torch.sort(first)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(count, device=order.device))
+    return ordered, place[numbers]
 
 
 def scaled_coords(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:

@@ -276,16 +276,16 @@ def saved_to_krsc(weight: torch.Tensor, saved: str) -> torch.Tensor:
     return permute(weight, f"spconv-{saved.lower()}", to, rank=rank)
 
 
-def hyper_cross_taps(rank: int, radius: int = 1) -> list[Ints]:
+def hyper_cross_taps(rank: int, radius: int | Sequence[int] = 1) -> list[Ints]:
     """The taps of MinkowskiEngine's hyper-cross in its order, for ``taps=`` of a plan or layer.
 
-    The centre, then for each axis +1 .. +radius, -radius .. -1.
+    The centre, then for each axis +1 .. +radius, -radius .. -1; ``radius`` is one integer, or one an axis.
 
     >>> hyper_cross_taps(2)
     [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
     """
     taps = [(0,) * rank]
-    for axis in range(rank):
-        for step in (*range(1, radius + 1), *range(-radius, 0)):
+    for axis, edge in enumerate(per_axis(radius, rank, "radius")):
+        for step in (*range(1, edge + 1), *range(-edge, 0)):
             taps.append(tuple(step if a == axis else 0 for a in range(rank)))
     return taps

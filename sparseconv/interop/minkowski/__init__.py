@@ -18,45 +18,18 @@ from sparseconv.info import facts
 from sparseconv.interop.installing import Names, moved
 from sparseconv.interop.minkowski import functional as MinkowskiFunctional
 from sparseconv.interop.minkowski import backend, blocks, layers, utils
+from sparseconv.interop.minkowski import common, coordinate_manager, features, sparse_tensor
 from sparseconv.interop.minkowski.backend import cuda_version, cudart_version, get_gpu_memory_info, is_cuda_available
-from sparseconv.interop.minkowski.common import (
-    BroadcastMode, ConvolutionMode, CoordinateMapKey, CoordinateMapType, GPUMemoryAllocatorType, KernelGenerator,
-    MinkowskiAlgorithm, PoolingMode, RegionType, SparseTensorOperationMode, SparseTensorQuantizationMode,
-    convert_region_type, convert_to_int_list, convert_to_int_tensor, get_kernel_volume
-)  # fmt: skip
-from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
-from sparseconv.interop.minkowski.features import (
-    MinkowskiAdaptiveLogSoftmaxWithLoss, MinkowskiAlphaDropout, MinkowskiBatchNorm, MinkowskiCELU, MinkowskiDropout,
-    MinkowskiELU, MinkowskiGELU, MinkowskiHardshrink, MinkowskiHardsigmoid, MinkowskiHardswish, MinkowskiHardtanh,
-    MinkowskiInstanceNorm, MinkowskiInstanceNormFunction, MinkowskiLeakyReLU, MinkowskiLinear, MinkowskiLogSigmoid,
-    MinkowskiLogSoftmax, MinkowskiNetwork, MinkowskiNonlinearityBase, MinkowskiPReLU, MinkowskiReLU, MinkowskiReLU6,
-    MinkowskiRReLU, MinkowskiSELU, MinkowskiSigmoid, MinkowskiSiLU, MinkowskiSinusoidal, MinkowskiSoftmax,
-    MinkowskiSoftmin, MinkowskiSoftplus, MinkowskiSoftshrink, MinkowskiSoftsign, MinkowskiSPMMAverageFunction,
-    MinkowskiSPMMFunction, MinkowskiStableInstanceNorm, MinkowskiStackCat, MinkowskiStackMean, MinkowskiStackSum,
-    MinkowskiStackVar, MinkowskiSyncBatchNorm, MinkowskiTanh, MinkowskiTanhshrink, MinkowskiThreshold,
-    MinkowskiToDenseTensor, MinkowskiToFeature, MinkowskiToSparseTensor, _sum, cat, dense_coordinates, mean, spmm,
-    to_sparse, to_sparse_all, var
-)  # fmt: skip
-from sparseconv.interop.minkowski.layers import (
-    MinkowskiAvgPooling, MinkowskiBroadcast, MinkowskiBroadcastAddition, MinkowskiBroadcastConcatenation,
-    MinkowskiBroadcastFunction, MinkowskiBroadcastMultiplication, MinkowskiChannelwiseConvolution, MinkowskiConvolution,
-    MinkowskiConvolutionBase, MinkowskiConvolutionFunction, MinkowskiConvolutionTranspose,
-    MinkowskiConvolutionTransposeFunction, MinkowskiDirectMaxPoolingFunction, MinkowskiGenerativeConvolutionTranspose,
-    MinkowskiGlobalAvgPooling, MinkowskiGlobalMaxPooling, MinkowskiGlobalPooling, MinkowskiGlobalPoolingFunction,
-    MinkowskiGlobalSumPooling, MinkowskiInterpolation, MinkowskiInterpolationFunction, MinkowskiLocalPoolingFunction,
-    MinkowskiLocalPoolingTransposeFunction, MinkowskiMaxPooling, MinkowskiModuleBase, MinkowskiPoolingBase,
-    MinkowskiPoolingTranspose, MinkowskiPruning, MinkowskiPruningFunction, MinkowskiSumPooling, MinkowskiUnion,
-    MinkowskiUnionFunction
-)  # fmt: skip
-from sparseconv.interop.minkowski.sparse_tensor import (
-    SparseTensor, TensorField, clear_global_coordinate_manager, global_coordinate_manager,
-    set_global_coordinate_manager, set_sparse_tensor_operation_mode, sparse_tensor_operation_mode
-)  # fmt: skip
+from sparseconv.interop.minkowski.common import *  # noqa: F403
+from sparseconv.interop.minkowski.common import GPUMemoryAllocatorType
+from sparseconv.interop.minkowski.coordinate_manager import *  # noqa: F403
+from sparseconv.interop.minkowski.features import *  # noqa: F403
+from sparseconv.interop.minkowski.features import add as sum
+from sparseconv.interop.minkowski.layers import *  # noqa: F403
+from sparseconv.interop.minkowski.sparse_tensor import *  # noqa: F403
 
 #: the version whose surface this is
 __version__ = "0.5.4"
-
-sum = _sum
 
 #: modules of MinkowskiEngine whose names this package has itself
 _OWN = (
@@ -125,32 +98,8 @@ __getattr__ = moved(
 install, uninstall = _NAMES.install, _NAMES.uninstall
 
 __all__ = [
-    "BroadcastMode", "ConvolutionMode", "CoordinateManager", "CoordinateMapKey", "CoordinateMapType",
-    "GPUMemoryAllocatorType", "KernelGenerator", "MinkowskiAdaptiveLogSoftmaxWithLoss", "MinkowskiAlgorithm",
-    "MinkowskiAlphaDropout", "MinkowskiAvgPooling", "MinkowskiBatchNorm", "MinkowskiBroadcast",
-    "MinkowskiBroadcastAddition", "MinkowskiBroadcastConcatenation", "MinkowskiBroadcastFunction",
-    "MinkowskiBroadcastMultiplication", "MinkowskiCELU", "MinkowskiChannelwiseConvolution", "MinkowskiConvolution",
-    "MinkowskiConvolutionBase", "MinkowskiConvolutionFunction", "MinkowskiConvolutionTranspose",
-    "MinkowskiConvolutionTransposeFunction", "MinkowskiDirectMaxPoolingFunction", "MinkowskiDropout", "MinkowskiELU",
-    "MinkowskiFunctional", "MinkowskiGELU", "MinkowskiGenerativeConvolutionTranspose", "MinkowskiGlobalAvgPooling",
-    "MinkowskiGlobalMaxPooling", "MinkowskiGlobalPooling", "MinkowskiGlobalPoolingFunction",
-    "MinkowskiGlobalSumPooling", "MinkowskiHardshrink", "MinkowskiHardsigmoid", "MinkowskiHardswish",
-    "MinkowskiHardtanh", "MinkowskiInstanceNorm", "MinkowskiInstanceNormFunction", "MinkowskiInterpolation",
-    "MinkowskiInterpolationFunction", "MinkowskiLeakyReLU", "MinkowskiLinear", "MinkowskiLocalPoolingFunction",
-    "MinkowskiLocalPoolingTransposeFunction", "MinkowskiLogSigmoid", "MinkowskiLogSoftmax", "MinkowskiMaxPooling",
-    "MinkowskiModuleBase", "MinkowskiNetwork", "MinkowskiNonlinearityBase", "MinkowskiOps", "MinkowskiPReLU",
-    "MinkowskiPoolingBase", "MinkowskiPoolingTranspose", "MinkowskiPruning", "MinkowskiPruningFunction",
-    "MinkowskiRReLU", "MinkowskiReLU", "MinkowskiReLU6", "MinkowskiSELU", "MinkowskiSPMMAverageFunction",
-    "MinkowskiSPMMFunction", "MinkowskiSiLU", "MinkowskiSigmoid", "MinkowskiSinusoidal", "MinkowskiSoftmax",
-    "MinkowskiSoftmin", "MinkowskiSoftplus", "MinkowskiSoftshrink", "MinkowskiSoftsign", "MinkowskiStableInstanceNorm",
-    "MinkowskiStackCat", "MinkowskiStackMean", "MinkowskiStackSum", "MinkowskiStackVar", "MinkowskiSumPooling",
-    "MinkowskiSyncBatchNorm", "MinkowskiTanh", "MinkowskiTanhshrink", "MinkowskiThreshold", "MinkowskiToDenseTensor",
-    "MinkowskiToFeature", "MinkowskiToSparseTensor", "MinkowskiUnion", "MinkowskiUnionFunction", "PoolingMode",
-    "RegionType", "SparseTensor", "SparseTensorOperationMode", "SparseTensorQuantizationMode", "TensorField", "cat",
-    "clear_global_coordinate_manager", "convert_region_type", "convert_to_int_list", "convert_to_int_tensor",
-    "cuda_version", "cudart_version", "dense_coordinates", "get_gpu_memory_info", "get_kernel_volume",
-    "global_coordinate_manager", "install", "is_cuda_available", "mean", "modules", "print_diagnostics",
-    "set_global_coordinate_manager", "set_gpu_allocator", "set_memory_manager_backend",
-    "set_sparse_tensor_operation_mode", "sparse_tensor_operation_mode", "spmm", "sum", "to_sparse", "to_sparse_all",
-    "uninstall", "utils", "var",
+    *common.__all__, *coordinate_manager.__all__, *features.__all__, *layers.__all__, *sparse_tensor.__all__,
+    "MinkowskiFunctional", "MinkowskiOps", "cuda_version", "cudart_version", "get_gpu_memory_info", "install",
+    "is_cuda_available", "modules", "print_diagnostics", "set_gpu_allocator", "set_memory_manager_backend", "sum",
+    "uninstall", "utils",
 ]  # fmt: skip

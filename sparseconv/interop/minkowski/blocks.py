@@ -102,8 +102,8 @@ class SELayer(torch.nn.Module):
         return self.broadcast_mul(x, self.fc(self.pooling(x)))
 
 
-class SEBasicBlock(BasicBlock):
-    """`BasicBlock` with an `SELayer` behind its last norm; ``D`` is the number of axes."""
+class _Excited(_Block):
+    """A block with an `SELayer` behind its last norm; ``D`` is the number of axes, other arguments are the block's."""
 
     def __init__(
         self,
@@ -122,7 +122,11 @@ class SEBasicBlock(BasicBlock):
         return self.se(super().branch(x))
 
 
-class SEBottleneck(Bottleneck):
+class SEBasicBlock(_Excited, BasicBlock):
+    """`BasicBlock` with an `SELayer` behind its last norm; ``D`` is the number of axes."""
+
+
+class SEBottleneck(_Excited, Bottleneck):
     """`Bottleneck` with an `SELayer` behind its last norm; ``D`` is the number of axes."""
 
     def __init__(
@@ -135,8 +139,4 @@ class SEBottleneck(Bottleneck):
         D: int = 3,
         reduction: int = 16,
     ) -> None:
-        super().__init__(inplanes, planes, stride, dilation, downsample, dimension=D)
-        self.se = SELayer(planes * self.expansion, reduction, D)
-
-    def branch(self, x: SparseTensor) -> SparseTensor:
-        return self.se(super().branch(x))
+        super().__init__(inplanes, planes, stride, dilation, downsample, reduction, D)

@@ -13,6 +13,7 @@ import torch
 from sparseconv.geometry.ranges import Ints
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, floor_to_int32, integers, trace_constants
+from sparseconv.interop.layouts import hyper_cross_taps
 from sparseconv.kinds import as_tensor, check_kind
 
 #: one integer, or one an axis
@@ -41,76 +42,32 @@ def region_of(value: RegionType | int) -> RegionType:
     return RegionType(value)
 
 
-class PoolingMode(Enum):
-    """What a pooling layer computes. The three spellings of a global mode give the same numbers here."""
-
-    LOCAL_SUM_POOLING = 0
-    LOCAL_AVG_POOLING = 1
-    LOCAL_MAX_POOLING = 2
-    GLOBAL_SUM_POOLING_DEFAULT = 3
-    GLOBAL_AVG_POOLING_DEFAULT = 4
-    GLOBAL_MAX_POOLING_DEFAULT = 5
-    GLOBAL_SUM_POOLING_KERNEL = 6
-    GLOBAL_AVG_POOLING_KERNEL = 7
-    GLOBAL_MAX_POOLING_KERNEL = 8
-    GLOBAL_SUM_POOLING_PYTORCH_INDEX = 9
-    GLOBAL_AVG_POOLING_PYTORCH_INDEX = 10
-    GLOBAL_MAX_POOLING_PYTORCH_INDEX = 11
-
-
-class BroadcastMode(Enum):
-    """What a broadcast does with the features of a batch item."""
-
-    ELEMENTWISE_ADDITON = 0  # spelled as in MinkowskiEngine
-    ELEMENTWISE_MULTIPLICATION = 1
-
-
-class ConvolutionMode(Enum):
-    """Accepted, without effect: the backend is chosen by sparseconv."""
-
-    DEFAULT = 0
-    DIRECT_GEMM = 1
-    COPY_GEMM = 2
-
-
-class CoordinateMapType(Enum):
-    """Accepted, without effect: coordinates stay on the device where they are."""
-
-    CPU = 0
-    CUDA = 1
-
-
-class GPUMemoryAllocatorType(Enum):
-    """Accepted, without effect: torch allocates."""
-
-    PYTORCH = 0
-    CUDA = 1
-
-
-class MinkowskiAlgorithm(Enum):
-    """Accepted, without effect: one algorithm serves all."""
-
-    DEFAULT = 0
-    MEMORY_EFFICIENT = 1
-    SPEED_OPTIMIZED = 2
-
-
-class SparseTensorOperationMode(Enum):
-    """Whether a new tensor gets a coordinate manager of its own, or the global one."""
-
-    SEPARATE_COORDINATE_MANAGER = 0
-    SHARE_COORDINATE_MANAGER = 1
-
-
-class SparseTensorQuantizationMode(Enum):
-    """What becomes of the features of points that share a voxel."""
-
-    RANDOM_SUBSAMPLE = 0
-    UNWEIGHTED_AVERAGE = 1
-    UNWEIGHTED_SUM = 2
-    NO_QUANTIZATION = 3
-    MAX_POOL = 4
-    SPLAT_LINEAR_INTERPOLATION = 5
+#: what a pooling layer computes; the three spellings of a global mode give the same numbers here
+PoolingMode = Enum(
+    "PoolingMode",
+    "LOCAL_SUM_POOLING LOCAL_AVG_POOLING LOCAL_MAX_POOLING "
+    "GLOBAL_SUM_POOLING_DEFAULT GLOBAL_AVG_POOLING_DEFAULT GLOBAL_MAX_POOLING_DEFAULT "
+    "GLOBAL_SUM_POOLING_KERNEL GLOBAL_AVG_POOLING_KERNEL GLOBAL_MAX_POOLING_KERNEL "
+    "GLOBAL_SUM_POOLING_PYTORCH_INDEX GLOBAL_AVG_POOLING_PYTORCH_INDEX GLOBAL_MAX_POOLING_PYTORCH_INDEX",
+    start=0,
+)
+#: what a broadcast does with the features of a batch item, spelled as in MinkowskiEngine
+BroadcastMode = Enum("BroadcastMode", "ELEMENTWISE_ADDITON ELEMENTWISE_MULTIPLICATION", start=0)
+#: whether a new tensor gets a coordinate manager of its own, or the global one
+SparseTensorOperationMode = Enum(
+    "SparseTensorOperationMode", "SEPARATE_COORDINATE_MANAGER SHARE_COORDINATE_MANAGER", start=0
+)
+#: what becomes of the features of points that share a voxel
+SparseTensorQuantizationMode = Enum(
+    "SparseTensorQuantizationMode",
+    "RANDOM_SUBSAMPLE UNWEIGHTED_AVERAGE UNWEIGHTED_SUM NO_QUANTIZATION MAX_POOL SPLAT_LINEAR_INTERPOLATION",
+    start=0,
+)
+# accepted, without effect
+ConvolutionMode = Enum("ConvolutionMode", "DEFAULT DIRECT_GEMM COPY_GEMM", start=0)
+CoordinateMapType = Enum("CoordinateMapType", "CPU CUDA", start=0)
+GPUMemoryAllocatorType = Enum("GPUMemoryAllocatorType", "PYTORCH CUDA", start=0)
+MinkowskiAlgorithm = Enum("MinkowskiAlgorithm", "DEFAULT MEMORY_EFFICIENT SPEED_OPTIMIZED", start=0)
 
 
 def convert_to_int_list(arg: Axes, dimension: int) -> list[int]:
@@ -272,34 +229,29 @@ class KernelGenerator:
         offsets = as_tensor("region_offsets", [] if region_offsets is None else region_offsets)
         self.region_offsets = floor_to_int32("region_offsets", offsets) if offsets.numel() else offsets.int()
         self.expand_coordinates = expand_coordinates
-        self.requires_strided_coordinates = all(
-            s == 1 for s in self.kernel_stride
-        )  # as in MinkowskiEngine: at stride 1
+        self.requires_strided_coordinates = max(self.kernel_stride) == 1  # as in MinkowskiEngine
         self.cache: dict[Any, Any] = {}
         self._taps = self._listed()
         self.kernel_volume = math.prod(self.kernel_size) if self._taps is None else len(self._taps)
 
     def _listed(self) -> tuple[Ints, ...] | None:
         """The taps of a kernel that is no cube, before dilation."""
-        given, kind = self.region_offsets.numel() > 0, self.region_type
-        if given != (kind is RegionType.CUSTOM):
+        offsets, kind = self.region_offsets, self.region_type
+        if (offsets.numel() > 0) != (kind is RegionType.CUSTOM):
             raise ValueError(f"region_offsets are the taps of RegionType.CUSTOM, and of that alone; got {kind} with "
-                             f"{self.region_offsets.shape} of them")  # fmt: skip
-        if not given:
-            check_taps(self.kernel_size)
-        if given:
-            if self.region_offsets.ndim != 2 or self.region_offsets.shape[1] != self.dimension:
-                raise ValueError(
-                    f"region_offsets must be (V, {self.dimension}); got {tuple(self.region_offsets.shape)}"
-                )
-            return tuple(map(tuple, self.region_offsets.tolist()))
+                             f"{offsets.shape} of them")  # fmt: skip
+        if kind is RegionType.CUSTOM:
+            if offsets.ndim != 2 or offsets.shape[1] != self.dimension:
+                raise ValueError(f"region_offsets must be (V, {self.dimension}); got {tuple(offsets.shape)}")
+            return tuple(map(tuple, offsets.tolist()))
+        check_taps(self.kernel_size)
         if kind is RegionType.HYPER_CUBE or max(self.kernel_size) == 1:
             return None
         if kind is RegionType.HYPER_CROSS:
             even = [k for k in self.kernel_size if k % 2 == 0]
             if even:
                 raise ValueError(f"a hyper-cross takes an odd kernel_size on every axis; got {self.kernel_size}")
-            return _cross(self.kernel_size)
+            return tuple(hyper_cross_taps(self.dimension, [k // 2 for k in self.kernel_size]))
         types = self.axis_types
         if types is None or len(types) != self.dimension:
             raise ValueError(f"RegionType.HYBRID takes axis_types, one for each of {self.dimension} axes; got {types}")
@@ -347,8 +299,7 @@ def get_kernel_volume(
     dimension: int,
 ) -> int:
     """Number of taps."""
-    options: Any = {"region_type": region_type, "region_offsets": region_offset, "axis_types": axis_types}
-    return KernelGenerator(kernel_size, **options, dimension=dimension).kernel_volume
+    return kernel_of(kernel_size, 1, 1, region_type, region_offset, axis_types, dimension).kernel_volume
 
 
 def convert_region_type(
@@ -363,20 +314,15 @@ def convert_region_type(
     center: bool = True,
 ) -> tuple:
     """`KernelGenerator.get_kernel` of these arguments; ``center`` has no effect."""
-    offsets = None if region_offset is None or len(region_offset) == 0 else region_offset
-    options: Any = {"region_type": region_type, "region_offsets": offsets, "axis_types": axis_types}
-    kernel = KernelGenerator(kernel_size, up_stride, dilation, **options, dimension=dimension)
+    kernel = kernel_of(kernel_size, up_stride, dilation, region_type, region_offset, axis_types, dimension)
     return kernel.get_kernel(tensor_stride, True)
 
 
-def _cross(size: Sequence[int]) -> tuple[Ints, ...]:
-    """The centre, then for each axis +1 .. +r, -r .. -1."""
-    taps = [(0,) * len(size)]
-    for axis, k in enumerate(size):
-        r = k // 2
-        for move in (*range(1, r + 1), *range(-r, 0)):
-            taps.append(tuple(move if i == axis else 0 for i in range(len(size))))
-    return tuple(taps)
+def kernel_of(
+    size: Axes, stride: Axes, dilation: Axes, kind: Any, offsets: Any, types: Any, dimension: int
+) -> KernelGenerator:
+    offsets = None if offsets is None or len(offsets) == 0 else offsets
+    return KernelGenerator(size, stride, dilation, False, kind, offsets, False, types, dimension)
 
 
 def _hybrid(size: Sequence[int], types: Sequence[RegionType]) -> tuple[Ints, ...]:
@@ -390,3 +336,11 @@ def _hybrid(size: Sequence[int], types: Sequence[RegionType]) -> tuple[Ints, ...
         if kind is RegionType.HYPER_CROSS:
             taps += [tuple(move if i == axis else 0 for i in range(len(size))) for move in moves[axis]]
     return tuple(taps)
+
+
+__all__ = [
+    *("BroadcastMode", "ConvolutionMode", "CoordinateMapKey", "CoordinateMapType", "GPUMemoryAllocatorType"),
+    *("KernelGenerator", "MinkowskiAlgorithm", "PoolingMode", "RegionType", "SparseTensorOperationMode"),
+    *("SparseTensorQuantizationMode", "convert_region_type", "convert_to_int_list", "convert_to_int_tensor"),
+    "get_kernel_volume",
+]

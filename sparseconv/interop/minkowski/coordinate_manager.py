@@ -16,9 +16,8 @@ import torch
 from sparseconv.compiler.traced import TracedGrid
 from sparseconv.geometry.arguments import bounds, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.keys import KeySpace
-from sparseconv.geometry.ranges import IndexRange, Ints
-from sparseconv.interop.arguments import check_rows, floor_to_int32, scaled_coords, trace_constants
+from sparseconv.geometry.ranges import Ints
+from sparseconv.interop.arguments import by_first_row, check_rows, floor_to_int32, scaled_coords, trace_constants
 from sparseconv.interop.minkowski.common import (
     Axes,
     CoordinateMapKey,
@@ -26,6 +25,7 @@ from sparseconv.interop.minkowski.common import (
     Key,
     RegionType,
     convert_to_int_list,
+    kernel_of,
     positive,
     rank_of,
 )
@@ -61,33 +61,23 @@ def common_unit(units: Sequence[Ints]) -> Ints:
     return tuple(math.gcd(*axis) for axis in zip(*units))
 
 
-def first_rows(coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first row of each distinct row of coords (N, C), ascending, and the number of each row among them.
+class _Rows:
+    """Voxels or points, each in a batch item: ``batch`` (N,), of so many items."""
 
-    Returns:
-        (rows (M,), numbers (N,)), int64: ``coords[rows][numbers] == coords``.
-    """
-    low, high = bounds(coords)
-    if not low:
-        return (torch.zeros(0, dtype=torch.int64, device=coords.device),) * 2
-    try:
-        keys = KeySpace(IndexRange(low, tuple(h + 1 for h in high))).keys(coords.long())
-        distinct, numbers = torch.unique(keys, return_inverse=True)
-    except ValueError:  # wider than 63 bits
-        distinct, numbers = torch.unique(coords, dim=0, return_inverse=True)
-    return _in_order_of_rows(numbers, len(distinct))
+    batch: torch.Tensor
+    batch_size: int
 
+    @cached_property
+    def items(self) -> PointGroups:
+        """The rows of each batch item."""
+        return PointGroups(self.batch, self.batch_size)
 
-def _in_order_of_rows(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups renumbered by their first row: the first rows, ascending, and the new numbers."""
-    rows = torch.arange(len(numbers), device=numbers.device)
-    first = torch.full((count,), len(numbers), device=numbers.device).scatter_reduce_(0, numbers, rows, "amin")
-    ordered, order = torch.sort(first)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(count, device=order.device))
-    return ordered, place[numbers]
+    def item_rows(self) -> list[torch.Tensor]:
+        """The rows (N_b,) int64 of each batch item."""
+        return list(torch.argsort(self.batch, stable=True).split(self.items.counts.tolist()))
 
 
-class CoordinateMap:
+class CoordinateMap(_Rows):
     """The voxels of one key.
 
     Args:
@@ -118,14 +108,18 @@ class CoordinateMap:
             rows = torch.arange(len(coords), device=coords.device)
             return cls(grid, unit, stride), rows, rows
         numbers = grid.lookup(turned)
-        return cls(grid, unit, stride), *_in_order_of_rows(numbers, len(grid))
-
-    @property
-    def rank(self) -> int:
-        return self.grid.rank
+        return cls(grid, unit, stride), *by_first_row(numbers, len(grid))
 
     def __len__(self) -> int:
         return len(self.grid)
+
+    @property
+    def batch(self) -> torch.Tensor:  # type: ignore[override]
+        return self.grid.coords[:, 0]
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        return self.grid.batch_size
 
     def coordinates(self) -> torch.Tensor:
         """(N, 1+D) int32 as a user knows them; the caller's own."""
@@ -151,20 +145,8 @@ class CoordinateMap:
         rows = self.grid.lookup(torch.div(turned, steps, rounding_mode="floor").to(coords.dtype))
         return torch.where(whole, rows, -1)
 
-    @cached_property
-    def items(self) -> PointGroups:
-        """The rows of each batch item."""
-        return PointGroups(self.grid.coords[:, 0], self.grid.batch_size)
 
-    def item_rows(self) -> list[torch.Tensor]:
-        """The rows (N_b,) int64 of each batch item."""
-        rows = self.grid.batch_rows
-        if rows is None:
-            rows = torch.arange(len(self.grid), device=self.grid.device)
-        return list(rows.split(self.grid.batch_counts.tolist()))
-
-
-class FieldMap:
+class FieldMap(_Rows):
     """The points of one key: coordinates (N, 1+D) floating point, anywhere."""
 
     def __init__(self, coords: torch.Tensor, stride: Ints) -> None:
@@ -174,19 +156,12 @@ class FieldMap:
         return len(self.coords)
 
     @cached_property
-    def batch(self) -> torch.Tensor:
-        """(N,) int64: the batch item of each point."""
+    def batch(self) -> torch.Tensor:  # type: ignore[override]
         return self.coords[:, 0].round().long()
 
     @cached_property
-    def items(self) -> PointGroups:
-        """The points of each batch item."""
-        count = int(self.batch.max()) + 1 if len(self) else 1
-        return PointGroups(self.batch, count)
-
-    def item_rows(self) -> list[torch.Tensor]:
-        """The rows (N_b,) int64 of each batch item."""
-        return list(torch.argsort(self.batch, stable=True).split(self.items.counts.tolist()))
+    def batch_size(self) -> int:  # type: ignore[override]
+        return int(self.batch.max()) + 1 if len(self) else 1
 
     def quantized(self, stride: Sequence[int]) -> torch.Tensor:
         """(N, 1+D) int32: the lower corner of the cell of this stride that holds each point."""
@@ -269,6 +244,10 @@ class CoordinateManager:
         """Whether points lie under a key, and no voxels."""
         return _named(key) in self._fields
 
+    def rows_of(self, key: CoordinateMapKey) -> CoordinateMap | FieldMap:
+        """The voxels of a key, or its points."""
+        return self.find_field(key) if self.is_field(key) else self.find(key)
+
     @staticmethod
     def _listed(keys: Any) -> str:
         return ", ".join(str(CoordinateMapKey.of(key)) for key in keys) or "none"
@@ -321,9 +300,7 @@ class CoordinateManager:
         return CoordinateMapKey.of(key)
 
     def size(self, coordinate_map_key: CoordinateMapKey) -> int:
-        if self.is_field(coordinate_map_key):
-            return len(self.find_field(coordinate_map_key))
-        return len(self.find(coordinate_map_key))
+        return len(self.rows_of(coordinate_map_key))
 
     def get_coordinate_map_keys(self, tensor_stride: Axes) -> list[CoordinateMapKey]:
         """The keys of one tensor stride, the first made first."""
@@ -353,8 +330,7 @@ class CoordinateManager:
     @property
     def batch_size(self) -> int:
         """Items of the largest batch."""
-        sizes = [m.grid.batch_size for m in self._maps.values()] + [m.items.num_voxels for m in self._fields.values()]
-        return max(sizes, default=0)
+        return max((held.batch_size for held in (*self._maps.values(), *self._fields.values())), default=0)
 
     def number_of_unique_batch_indices(self) -> int:
         return self.size(self.origin())
@@ -370,11 +346,9 @@ class CoordinateManager:
         if key in self._maps and len(self._maps[key]) != items:
             key = (zeros, str(items))
         if key not in self._maps:
-            some = (
-                next(iter(self._maps.values())).grid.coords if self._maps else next(iter(self._fields.values())).coords
-            )
-            coords = torch.zeros(items, self.D + 1, dtype=torch.int32, device=some.device)
-            coords[:, 0] = torch.arange(items, device=some.device)
+            device = next(iter((*self._maps.values(), *self._fields.values()))).batch.device
+            coords = torch.zeros(items, self.D + 1, dtype=torch.int32, device=device)
+            coords[:, 0] = torch.arange(items, device=device)
             self._maps[key] = CoordinateMap(VoxelGrid(coords, items), (1,) * self.D, zeros)
         return CoordinateMapKey.of(key)
 
@@ -382,8 +356,8 @@ class CoordinateManager:
 
     def origin_map(self, key: CoordinateMapKey) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The batch items (B,) and the rows of each, int64."""
-        rows = (self.find_field(key) if self.is_field(key) else self.find(key)).item_rows()
-        device = rows[0].device if rows else None
+        held = self.rows_of(key)
+        rows, device = held.item_rows(), held.batch.device
         rows += [torch.zeros(0, dtype=torch.int64, device=device)] * (self.batch_size - len(rows))
         return torch.arange(len(rows), device=device), rows
 
@@ -599,10 +573,7 @@ class CoordinateManager:
     ) -> dict[int, torch.Tensor]:
         """The pairs of each tap that has any, (2, P) int32: input rows, output rows."""
         ends = self._key(in_key), self._key(out_key)
-        offsets = None if region_offset is None or len(region_offset) == 0 else region_offset
-        kernel = KernelGenerator(
-            kernel_size, stride, dilation, region_type=region_type, region_offsets=offsets, dimension=self.D
-        )
+        kernel = kernel_of(kernel_size, stride, dilation, region_type, region_offset, None, self.D)
         if is_pool and kernel.kernel_size == kernel.kernel_stride:
             pairs = torch.stack(self.stride_map(*(ends[::-1] if is_transpose else ends))).int()
             return {0: pairs.flip(0) if is_transpose else pairs}
@@ -703,3 +674,5 @@ def same(a: CoordinateManager, b: CoordinateManager) -> bool:
 
 
 CoordinateManager.traced_type = TracedManager
+
+__all__ = ["CoordinateManager"]

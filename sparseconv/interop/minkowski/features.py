@@ -39,34 +39,18 @@ def _of_torch(layer: type[nn.Module]) -> Any:
     return type(f"Minkowski{layer.__name__}", (MinkowskiNonlinearityBase,), own)
 
 
-MinkowskiELU = _of_torch(nn.ELU)
-MinkowskiHardshrink = _of_torch(nn.Hardshrink)
-MinkowskiHardsigmoid = _of_torch(nn.Hardsigmoid)
-MinkowskiHardtanh = _of_torch(nn.Hardtanh)
-MinkowskiHardswish = _of_torch(nn.Hardswish)
-MinkowskiLeakyReLU = _of_torch(nn.LeakyReLU)
-MinkowskiLogSigmoid = _of_torch(nn.LogSigmoid)
-MinkowskiPReLU = _of_torch(nn.PReLU)
-MinkowskiReLU = _of_torch(nn.ReLU)
-MinkowskiReLU6 = _of_torch(nn.ReLU6)
-MinkowskiRReLU = _of_torch(nn.RReLU)
-MinkowskiSELU = _of_torch(nn.SELU)
-MinkowskiCELU = _of_torch(nn.CELU)
-MinkowskiGELU = _of_torch(nn.GELU)
-MinkowskiSigmoid = _of_torch(nn.Sigmoid)
-MinkowskiSiLU = _of_torch(nn.SiLU)
-MinkowskiSoftplus = _of_torch(nn.Softplus)
-MinkowskiSoftshrink = _of_torch(nn.Softshrink)
-MinkowskiSoftsign = _of_torch(nn.Softsign)
-MinkowskiTanh = _of_torch(nn.Tanh)
-MinkowskiTanhshrink = _of_torch(nn.Tanhshrink)
-MinkowskiThreshold = _of_torch(nn.Threshold)
-MinkowskiSoftmin = _of_torch(nn.Softmin)
-MinkowskiSoftmax = _of_torch(nn.Softmax)
-MinkowskiLogSoftmax = _of_torch(nn.LogSoftmax)
+MinkowskiELU, MinkowskiSELU, MinkowskiCELU = map(_of_torch, (nn.ELU, nn.SELU, nn.CELU))
+MinkowskiReLU, MinkowskiReLU6, MinkowskiRReLU = map(_of_torch, (nn.ReLU, nn.ReLU6, nn.RReLU))
+MinkowskiLeakyReLU, MinkowskiPReLU, MinkowskiGELU = map(_of_torch, (nn.LeakyReLU, nn.PReLU, nn.GELU))
+MinkowskiSigmoid, MinkowskiSiLU, MinkowskiLogSigmoid = map(_of_torch, (nn.Sigmoid, nn.SiLU, nn.LogSigmoid))
+MinkowskiHardsigmoid, MinkowskiHardswish = map(_of_torch, (nn.Hardsigmoid, nn.Hardswish))
+MinkowskiHardshrink, MinkowskiHardtanh = map(_of_torch, (nn.Hardshrink, nn.Hardtanh))
+MinkowskiTanh, MinkowskiTanhshrink, MinkowskiThreshold = map(_of_torch, (nn.Tanh, nn.Tanhshrink, nn.Threshold))
+MinkowskiSoftplus, MinkowskiSoftshrink = map(_of_torch, (nn.Softplus, nn.Softshrink))
+MinkowskiSoftsign, MinkowskiSoftmin = map(_of_torch, (nn.Softsign, nn.Softmin))
+MinkowskiSoftmax, MinkowskiLogSoftmax = map(_of_torch, (nn.Softmax, nn.LogSoftmax))
+MinkowskiDropout, MinkowskiAlphaDropout = map(_of_torch, (nn.Dropout, nn.AlphaDropout))
 MinkowskiAdaptiveLogSoftmaxWithLoss = _of_torch(nn.AdaptiveLogSoftmaxWithLoss)
-MinkowskiDropout = _of_torch(nn.Dropout)
-MinkowskiAlphaDropout = _of_torch(nn.AlphaDropout)
 
 
 class MinkowskiSinusoidal(MinkowskiModuleBase):
@@ -124,8 +108,7 @@ class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
         track_running_stats: bool = True,
         process_group: Any = None,
     ) -> None:
-        torch.nn.Module.__init__(self)
-        (num_features,) = integers([num_features], "num_features", 1)
+        super().__init__(num_features)
         rest: Any = (momentum, affine, track_running_stats, process_group)
         self.bn = torch.nn.SyncBatchNorm(num_features, eps, *rest)
 
@@ -247,52 +230,26 @@ def _of_all(tensors: tuple, combine: Callable[[Sequence[torch.Tensor]], torch.Te
     return first.like(combine([x.F for x in given]))
 
 
-def cat(*sparse_tensors: Any) -> Any:
-    """Channels side by side; all at one set of coordinates."""
-    return _of_all(sparse_tensors, lambda xs: torch.cat(list(xs), -1))
+def _joining(name: str, does: str, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> tuple[Any, Any]:
+    """The function ``name`` of several tensors, and the class of containers whose branches it joins."""
+
+    def joined(*sparse_tensors: Any) -> Any:
+        return _of_all(sparse_tensors, combine)
+
+    joined.__name__ = joined.__qualname__ = name
+    joined.__doc__ = f"{does} of tensors that are all at one set of coordinates."
+
+    def forward(self: Any, x: Any) -> Any:
+        return joined([module(x) for module in self])
+
+    own = {"forward": forward, "__doc__": f"Branches that take one input. {does}.", "__module__": __name__}
+    return joined, type(f"MinkowskiStack{name.title()}", (torch.nn.Sequential,), own)
 
 
-def _sum(*sparse_tensors: Any) -> Any:
-    """The sum of features; all at one set of coordinates."""
-    return _of_all(sparse_tensors, lambda xs: torch.stack(list(xs)).sum(0))
-
-
-def mean(*sparse_tensors: Any) -> Any:
-    """The mean of features; all at one set of coordinates."""
-    return _of_all(sparse_tensors, lambda xs: torch.stack(list(xs)).mean(0))
-
-
-def var(*sparse_tensors: Any) -> Any:
-    """The biased variance of features; all at one set of coordinates."""
-    return _of_all(sparse_tensors, lambda xs: torch.stack(list(xs)).var(0, unbiased=False))
-
-
-class MinkowskiStackCat(torch.nn.Sequential):
-    """Branches that take one input, their channels side by side."""
-
-    def forward(self, x: Any) -> Any:
-        return cat([module(x) for module in self])
-
-
-class MinkowskiStackSum(torch.nn.Sequential):
-    """Branches that take one input, added up."""
-
-    def forward(self, x: Any) -> Any:
-        return _sum([module(x) for module in self])
-
-
-class MinkowskiStackMean(torch.nn.Sequential):
-    """Branches that take one input, their mean."""
-
-    def forward(self, x: Any) -> Any:
-        return mean([module(x) for module in self])
-
-
-class MinkowskiStackVar(torch.nn.Sequential):
-    """Branches that take one input, their variance."""
-
-    def forward(self, x: Any) -> Any:
-        return var([module(x) for module in self])
+cat, MinkowskiStackCat = _joining("cat", "Channels side by side", lambda xs: torch.cat(list(xs), -1))
+add, MinkowskiStackSum = _joining("sum", "The sum", lambda xs: torch.stack(list(xs)).sum(0))
+mean, MinkowskiStackMean = _joining("mean", "The mean", lambda xs: torch.stack(list(xs)).mean(0))
+var, MinkowskiStackVar = _joining("var", "The biased variance", lambda xs: torch.stack(list(xs)).var(0, unbiased=False))
 
 
 # ---- dense arrays
@@ -402,17 +359,17 @@ def spmm(
     [[1.0, 2.0]]
     """
     check_values("vals", vals, "(T,)")
+    infos = sparse_scale_infos(_rows("cols", cols), _rows("rows", rows), vals, *_sizes(size, mat))
+    return sparse_scale(mat, *infos).to(mat.dtype)
+
+
+def _sizes(size: Sequence[int], mat: torch.Tensor) -> list[int]:
+    """Rows and columns of a sparse matrix that ``mat`` can be multiplied with."""
     high, wide = integers(size, "size", 0)
-    _check_matrix(mat, wide)
-    return sparse_scale(mat, *sparse_scale_infos(_rows("cols", cols), _rows("rows", rows), vals, high, wide)).to(
-        mat.dtype
-    )
-
-
-def _check_matrix(mat: torch.Tensor, rows: int) -> None:
     check_values("mat", mat, "(size[1], C)")
-    if mat.ndim != 2 or len(mat) != rows:
-        raise ValueError(f"mat must be ({rows}, C), a row for each column of the sparse matrix; got {tuple(mat.shape)}")
+    if mat.ndim != 2 or len(mat) != wide:
+        raise ValueError(f"mat must be ({wide}, C), a row for each column of the sparse matrix; got {tuple(mat.shape)}")
+    return [high, wide]
 
 
 def _rows(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -450,6 +407,8 @@ class MinkowskiSPMMAverageFunction:
         rows: torch.Tensor, cols: torch.Tensor, size: Sequence[int], mat: torch.Tensor, cuda_spmm_alg: int = 1
     ) -> torch.Tensor:
         """z[r] = the mean of mat[cols[t]] over the t with rows[t] = r: (size[1], C) -> (size[0], C)."""
-        high, wide = integers(size, "size", 0)
-        _check_matrix(mat, wide)
-        return PointGroups(_rows("rows", rows), high).reduce(mat[_rows("cols", cols)], "mean")
+        return PointGroups(_rows("rows", rows), _sizes(size, mat)[0]).reduce(mat[_rows("cols", cols)], "mean")
+
+
+__all__ = ["cat", "dense_coordinates", "mean", "spmm", "to_sparse", "to_sparse_all", "var"]
+__all__ += [name for name in list(globals()) if name.startswith("Minkowski") and name != "MinkowskiModuleBase"]

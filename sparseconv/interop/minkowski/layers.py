@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -218,8 +219,7 @@ class MinkowskiConvolutionBase(MinkowskiModuleBase):
         manager, key = self._output(input, coordinates, transposed, kernel.expand_coordinates)
         taps = self.kernel[None] if self.use_mm else self.kernel
         bias = None if self.bias is None else self.bias.reshape(-1)
-        features = manager.plan(input.key, key, kernel, transposed).execute(input.F, taps, bias)
-        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=manager)
+        return input.placed(manager.plan(input.key, key, kernel, transposed).execute(input.F, taps, bias), key)
 
     def __repr__(self) -> str:
         kernel = self.kernel_generator
@@ -294,9 +294,7 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
             return transforms.eagerly(self.forward, input, coords)
         manager, key = self._output(input, coords)
         out = depthwise_convolution(input.F, self.kernel, manager.plan(input.key, key, self.kernel_generator))
-        if self.bias is not None:
-            out = out + self.bias.to(out.dtype)
-        return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
+        return input.placed(out if self.bias is None else out + self.bias.to(out.dtype), key)
 
     def __repr__(self) -> str:
         kernel = self.kernel_generator
@@ -309,11 +307,10 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
 # ---- pooling over kernels
 
 
-_HOW: dict[PoolingMode, Reduce] = {
-    PoolingMode.LOCAL_SUM_POOLING: "sum",
-    PoolingMode.LOCAL_AVG_POOLING: "mean",
-    PoolingMode.LOCAL_MAX_POOLING: "max",
-}
+def _how(mode: PoolingMode) -> Reduce:
+    """What a mode does, which is the second word of its name."""
+    words: dict[str, Reduce] = {"SUM": "sum", "AVG": "mean", "MAX": "max"}
+    return words[mode.name.split("_")[1]]
 
 
 def _pool(
@@ -329,7 +326,7 @@ def _pool(
     if kernel.kernel_size == kernel.kernel_stride:
         if transposed:
             return manager.groups(out_key, in_key).spread(features)
-        return manager.groups(in_key, out_key).reduce(features, _HOW[mode])
+        return manager.groups(in_key, out_key).reduce(features, _how(mode))
     plan = manager.plan(in_key, out_key, kernel, transposed)
     if transposed or mode is PoolingMode.LOCAL_SUM_POOLING:
         return sum_pool(features, plan)
@@ -392,8 +389,7 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
     def forward(self, input: SparseTensor, coordinates: Place | None = None) -> SparseTensor:
         kernel, transposed = self.kernel_generator, self.is_transpose
         manager, key = self._output(input, coordinates, transposed, transposed and kernel.expand_coordinates)
-        out = _pool(input.F, self.pooling_mode, kernel, input.key, key, manager, transposed)
-        return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
+        return input.placed(_pool(input.F, self.pooling_mode, kernel, input.key, key, manager, transposed), key)
 
     def __repr__(self) -> str:
         kernel = self.kernel_generator
@@ -440,10 +436,7 @@ def _global(
     features: torch.Tensor, mode: PoolingMode, key: CoordinateMapKey, manager: CoordinateManager
 ) -> torch.Tensor:
     """(B, C): the rows of each batch item reduced; 0 for an item without any."""
-    kinds: tuple[tuple[str, Reduce], ...] = (("_SUM_", "sum"), ("_AVG_", "mean"), ("_MAX_", "max"))
-    how = next(how for word, how in kinds if word in mode.name)
-    held = manager.find_field(key) if manager.is_field(key) else manager.find(key)
-    out = held.items.reduce(features, how)
+    out = manager.rows_of(key).items.reduce(features, _how(mode))
     missing = manager.batch_size - len(out)
     return torch.cat([out, out.new_zeros(missing, out.shape[1])]) if missing else out
 
@@ -478,10 +471,8 @@ class MinkowskiGlobalPooling(MinkowskiModuleBase):
         self.pooling_mode = self.MODE if mode is None else mode
 
     def forward(self, input: SparseTensor | TensorField, coordinates: Any = None) -> SparseTensor:
-        out = features_of(input)
-        manager = input.coordinate_manager
-        out = _global(out, self.pooling_mode, input.key, manager)
-        return SparseTensor(out, coordinate_map_key=manager.origin(), coordinate_manager=manager)
+        features, manager = features_of(input), input.coordinate_manager
+        return input.placed(_global(features, self.pooling_mode, input.key, manager), manager.origin())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(mode={self.pooling_mode})"
@@ -555,9 +546,7 @@ class MinkowskiPruning(MinkowskiModuleBase):
     def forward(self, input: SparseTensor, mask: torch.Tensor) -> SparseTensor:
         """A `SparseTensor` and mask (N,) bool on its device -> the voxels that stay."""
         check_input(input, None)
-        manager = input.coordinate_manager
-        key = manager.prune(input.key, mask)
-        return SparseTensor(input.F[mask], coordinate_map_key=key, coordinate_manager=manager)
+        return input.placed(input.F[mask], input.coordinate_manager.prune(input.key, mask))
 
 
 class MinkowskiUnionFunction:
@@ -579,11 +568,7 @@ class MinkowskiUnionFunction:
             raise ValueError(f"in_feats must have as many channels each; got {[tuple(x.shape) for x in in_feats]}")
         maps = coordinate_manager.union_map(in_coords_keys, out_coords_key)
         zeros = in_feats[0].new_zeros(coordinate_manager.size(out_coords_key), in_feats[0].shape[1])
-        parts = [zeros.to(x.dtype).index_copy(0, rows[1], x) for rows, x in zip(maps, in_feats)]
-        out = parts[0]
-        for part in parts[1:]:
-            out = out + part
-        return out
+        return reduce(torch.add, [zeros.to(x.dtype).index_copy(0, rows[1], x) for rows, x in zip(maps, in_feats)])
 
 
 class MinkowskiUnion(MinkowskiModuleBase):
@@ -598,7 +583,7 @@ class MinkowskiUnion(MinkowskiModuleBase):
             raise ValueError("the tensors of a union must share one coordinate manager")
         key = CoordinateMapKey(manager.D + 1)
         out = MinkowskiUnionFunction.apply([x.key for x in inputs], key, manager, *(x.F for x in inputs))
-        return SparseTensor(out, coordinate_map_key=key, coordinate_manager=manager)
+        return inputs[0].placed(out, key)
 
 
 class MinkowskiInterpolationFunction:
@@ -650,12 +635,13 @@ def spread(features_global: torch.Tensor, key: CoordinateMapKey, manager: Coordi
     return items.spread(features_global[: items.num_voxels])
 
 
-def _check_channels(features: torch.Tensor, each: torch.Tensor) -> None:
-    """Raise ValueError where features of voxels and of their items cannot be combined."""
+def _combined(features: torch.Tensor, each: torch.Tensor, mode: BroadcastMode) -> torch.Tensor:
+    """The sum or the product of the features of voxels and of their items."""
     if each.shape[1] not in (1, features.shape[1]) and features.shape[1] != 1:
         raise ValueError(
             f"voxels have {features.shape[1]} channels and batch items {each.shape[1]}: a broadcast takes as many"
         )
+    return features + each if mode is BroadcastMode.ELEMENTWISE_ADDITON else features * each
 
 
 class MinkowskiBroadcastFunction:
@@ -672,14 +658,13 @@ class MinkowskiBroadcastFunction:
     ) -> torch.Tensor:
         """Features (N, C) and (B, C) -> (N, C): their sum or product."""
         check_features("input_features", input_features, coords_manager.size(in_coords_key))
-        each = spread(input_features_global, in_coords_key, coords_manager)
-        _check_channels(input_features, each)
-        added = operation_type is BroadcastMode.ELEMENTWISE_ADDITON
-        return input_features + each if added else input_features * each
+        return _combined(input_features, spread(input_features_global, in_coords_key, coords_manager), operation_type)
 
 
 class MinkowskiBroadcast(MinkowskiModuleBase):
     """Each voxel takes the features of its batch item. ``dimension`` is accepted, without effect."""
+
+    operation_type: BroadcastMode | None = None
 
     def __init__(self, dimension: int | None = None) -> None:
         super().__init__()
@@ -692,7 +677,7 @@ class MinkowskiBroadcast(MinkowskiModuleBase):
 
     def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
         """What becomes of a voxel's features and its item's."""
-        return each
+        return each if self.operation_type is None else _combined(features, each, self.operation_type)
 
     def __repr__(self) -> str:
         return type(self).__name__
@@ -703,19 +688,11 @@ class MinkowskiBroadcastAddition(MinkowskiBroadcast):
 
     operation_type = BroadcastMode.ELEMENTWISE_ADDITON
 
-    def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
-        _check_channels(features, each)
-        return features + each
-
 
 class MinkowskiBroadcastMultiplication(MinkowskiBroadcast):
     """Each voxel's features and those of its batch item, multiplied."""
 
     operation_type = BroadcastMode.ELEMENTWISE_MULTIPLICATION
-
-    def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
-        _check_channels(features, each)
-        return features * each
 
 
 class MinkowskiBroadcastConcatenation(MinkowskiBroadcast):
@@ -723,3 +700,6 @@ class MinkowskiBroadcastConcatenation(MinkowskiBroadcast):
 
     def combine(self, features: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
         return torch.cat([features, each], 1)
+
+
+__all__ = [name for name in list(globals()) if name.startswith("Minkowski")]

@@ -8,23 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.interop.minkowski.common import CoordinateMapKey, SparseTensorOperationMode
-from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager, TracedManager, same
-from sparseconv.kinds import check_tensor, described
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 from sparseconv import transforms
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.dense import filled
 from sparseconv.interop.arguments import axes, check_features, check_order, floor_to_int32, integers, maps_for_trace
-from sparseconv.interop.minkowski.common import Axes, check_mode, convert_to_int_list
+from sparseconv.interop.minkowski.common import (
+    Axes,
+    CoordinateMapKey,
+    SparseTensorOperationMode,
+    check_mode,
+    convert_to_int_list,
+)
 from sparseconv.interop.minkowski.common import SparseTensorQuantizationMode as Mode
-from sparseconv.kinds import as_device, check_kind, check_values
+from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager, TracedManager, same
+from sparseconv.kinds import as_device, check_kind, check_tensor, check_values, described
 from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.torch_private import settable, surely
 from sparseconv.transforms import check_not_recorded
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class _Shared:
@@ -70,6 +73,13 @@ def manager_for(rank: int) -> CoordinateManager:
     return _Shared.manager
 
 
+def _operator(method: str, function: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Any]:
+    def applied(self: Any, other: Any) -> Any:
+        return getattr(self, method)(other, function)
+
+    return applied
+
+
 class Tensor:
     """Features (N, C) and the key of their N coordinates; see `SparseTensor` and `TensorField`."""
 
@@ -94,6 +104,10 @@ class Tensor:
     def like(self, features: torch.Tensor) -> Self:
         """Other features at the same coordinates."""
         raise NotImplementedError
+
+    def placed(self, features: torch.Tensor, key: CoordinateMapKey) -> SparseTensor:
+        """Features of the voxels of another key of this manager."""
+        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=self._manager)
 
     def _read_coordinates(self) -> torch.Tensor:
         raise NotImplementedError
@@ -251,29 +265,14 @@ class Tensor:
     def _united(self, other: Any, combine: Callable[[torch.Tensor, Any], torch.Tensor]) -> Self:
         raise ValueError(f"the two fields live on different points: {self.key} and {other.key}")
 
-    def __iadd__(self, other: Any) -> Self:
-        return self._in_place(other, torch.Tensor.__iadd__)
-
-    def __isub__(self, other: Any) -> Self:
-        return self._in_place(other, torch.Tensor.__isub__)
-
-    def __imul__(self, other: Any) -> Self:
-        return self._in_place(other, torch.Tensor.__imul__)
-
-    def __itruediv__(self, other: Any) -> Self:
-        return self._in_place(other, torch.Tensor.__itruediv__)
-
-    def __add__(self, other: Any) -> Self:
-        return self._combined(other, torch.add)
-
-    def __sub__(self, other: Any) -> Self:
-        return self._combined(other, torch.sub)
-
-    def __mul__(self, other: Any) -> Self:
-        return self._combined(other, torch.mul)
-
-    def __truediv__(self, other: Any) -> Self:
-        return self._combined(other, torch.true_divide)
+    __iadd__ = _operator("_in_place", torch.Tensor.__iadd__)
+    __isub__ = _operator("_in_place", torch.Tensor.__isub__)
+    __imul__ = _operator("_in_place", torch.Tensor.__imul__)
+    __itruediv__ = _operator("_in_place", torch.Tensor.__itruediv__)
+    __add__ = _operator("_combined", torch.add)
+    __sub__ = _operator("_combined", torch.sub)
+    __mul__ = _operator("_combined", torch.mul)
+    __truediv__ = _operator("_combined", torch.true_divide)
 
     def __pow__(self, power: Any) -> Self:
         return self.like(self._F**power)
@@ -407,7 +406,7 @@ class SparseTensor(Tensor):
         return self.coordinate_map_key
 
     def like(self, features: torch.Tensor) -> SparseTensor:
-        return SparseTensor(features, coordinate_map_key=self.coordinate_map_key, coordinate_manager=self._manager)
+        return self.placed(features, self.coordinate_map_key)
 
     def _read_coordinates(self) -> torch.Tensor:
         return self._manager.get_coordinates(self.coordinate_map_key)
@@ -418,9 +417,7 @@ class SparseTensor(Tensor):
         zeros = self._F.new_zeros(self._manager.size(key), self._F.shape[1])
         out = zeros.index_copy(0, mine[1], self._F)
         both = combine(out[theirs[1]], other.F)
-        return SparseTensor(
-            out.to(both.dtype).index_copy(0, theirs[1], both), coordinate_map_key=key, coordinate_manager=self._manager
-        )
+        return self.placed(out.to(both.dtype).index_copy(0, theirs[1], both), key)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SparseTensor:
         """The tensor on a device, with a manager of its own there, and its features in a dtype."""
@@ -624,7 +621,7 @@ class TensorField(Tensor):
             features = padded[self._manager.first_points(self.key, key)]
         else:
             features = _reduced(self._F, mode, self._manager.groups(self.key, key), self._F)
-        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=self._manager)
+        return self.placed(features, key)
 
     def splat(self) -> SparseTensor:
         """The voxels around every point, each with its share of the points' features by linear interpolation."""
@@ -634,9 +631,7 @@ class TensorField(Tensor):
         at = (points.quantized([1] * self._D)[:, None] + around).flatten(0, 1)
         key, _ = self._manager.insert_and_map(at)
         plan, where = self._manager.interpolation(key, points.coords)
-        return SparseTensor(
-            plan.splat(self._F, where).to(self.dtype), coordinate_map_key=key, coordinate_manager=self._manager
-        )
+        return self.placed(plan.splat(self._F, where).to(self.dtype), key)
 
     def inverse_mapping(self, sparse_tensor_map_key: CoordinateMapKey) -> torch.Tensor:
         """(N,) int64: the row of the voxel that holds each point, -1 where there is none."""
@@ -671,3 +666,14 @@ def _check_source(coordinates: Any, key: Any, manager: Any) -> None:
         check_values("coordinates", coordinates, "(N, 1+D), the batch first")
     if coordinates is not None and coordinates.ndim != 2:
         raise ValueError(f"coordinates must be (N, 1+D), the batch first; got {tuple(coordinates.shape)}")
+
+
+__all__ = [
+    "SparseTensor",
+    "TensorField",
+    "clear_global_coordinate_manager",
+    "global_coordinate_manager",
+    "set_global_coordinate_manager",
+    "set_sparse_tensor_operation_mode",
+    "sparse_tensor_operation_mode",
+]
