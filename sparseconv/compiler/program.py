@@ -279,7 +279,12 @@ class Region:
         if self.on_gpu and self.replay is None and run.program.broken is None:
             self._capture(run)
         if self.replay is None:
-            self.body(run)
+            try:
+                self.body(run)
+            except RuntimeError as error:
+                if run.graph.of_forward is not None:
+                    raise
+                raise DoesNotFit(run.program.broken or str(error).splitlines()[0]) from error
         else:
             self.replay()
             run.env.update(self.values)
@@ -417,6 +422,9 @@ class Pass:
                     self.program.note(f"{node.target} ends the region: {node.meta['unknown']} [{source_line(node)}]")
             else:
                 stage[node] = least + 1 - least % 2
+        for node in reversed(self.nodes):  # what stands in dead rows is read where it is written
+            if _fills(node) and node.users:
+                stage[node] = min(stage[user] for user in node.users)
         return stage
 
     def _is_on_cpu(self, node: Node) -> bool:
@@ -549,6 +557,11 @@ class Pass:
         given = list(args)
         args.clear()
         return _Run(self, given).backward(call)
+
+
+def _fills(node: Any) -> bool:
+    """Whether a node writes to dead rows what is read there."""
+    return is_own(node, "filled") or "fills" in node.meta
 
 
 #: operators for whose sake a segment is captured
@@ -816,7 +829,7 @@ class _Run:
         if is_own(node, "rows"):
             return self.recording.counts[node.meta["rows"]]
         args = torch.fx.map_arg(node.args, self.arg)
-        if is_own(node) and target._opname != "live" and not self.on_gpu:
+        if is_own(node) and target._opname not in ("live", "filled") and not self.on_gpu:
             found = self._of_live_rows(node)
         elif is_own(node, "grid"):
             return self._grid(node, args)
@@ -831,7 +844,7 @@ class _Run:
                 assert grid.count is not None
                 self.recording.counts[name] = grid.count
                 self.recording.capacity[name] = len(grid)
-        return self._poisoned(node, found) if self.program.poison and "fills" not in node.meta else found
+        return self._poisoned(node, found) if self.program.poison and not _fills(node) else found
 
     def _of_live_rows(self, node: Any) -> Any:
         """An operator of this library on a CPU: it is given live rows, and its rows are put into arrays again."""
@@ -844,8 +857,6 @@ class _Run:
             return self.host[name] if is_number(given) and (name := symbol(v)) in self.host else found
 
         found = target(*torch.fx.map_arg(node.args, live))
-        if target._opname == "filled":
-            return found
 
         def place(v: Any, t: Any) -> Any:
             if not isinstance(t, torch.Tensor) or (axis := self.rows.axis(v)) is None:

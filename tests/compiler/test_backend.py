@@ -67,10 +67,12 @@ def step(module: torch.nn.Module, call: Any, x: sc.SparseTensor, trains: bool) -
     return [t.detach().clone() for t in (*found, *([features.grad] if trains else []), *grads, *module.buffers())]
 
 
-def compare(make: Any, *, trains: bool, sizes: tuple[int, ...] = SIZES, replays: bool = True) -> torch.nn.Module:
+def compare(
+    make: Any, *, trains: bool, sizes: tuple[int, ...] = SIZES, replays: bool = True, poison: bool = True
+) -> torch.nn.Module:
     module = make().double().train(trains)
     eager = copy.deepcopy(module)
-    compiled = torch.compile(module, backend="sparseconv", options={"poison": True})
+    compiled = torch.compile(module, backend="sparseconv", options={"poison": poison})
     for seed, voxels in enumerate(sizes):
         x = scene(seed, voxels)
         ours, theirs = step(module, compiled, x, trains), step(eager, eager, x, trains)
@@ -121,6 +123,25 @@ ROWS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_what_looks_along_the_rows_sees_live_ones(name: str) -> None:
     compare(lambda: Head(ROWS[name]), trains=True)
+
+
+class AmongRegions(torch.nn.Module):
+    """A layer norm that learns: its gradient joins rows of an earlier region with those of a later one, as do the
+    products of rows, since the concatenation along the rows ends the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv(4, 8, 3), torch.nn.LayerNorm(8), nn.Conv(8, 8, 3)
+
+    def forward(self, x: sc.SparseTensor) -> Any:
+        rows = self.norm(self.first(x).features)
+        y = self.second(x.with_features(rows - rows.mean(0))).features
+        return torch.cat([y, y.softmax(0), rows.mean(0, keepdim=True), rows.T @ y])
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_sums_over_rows_of_two_regions(poison: bool) -> None:
+    compare(AmongRegions, trains=True, sizes=(600, 580, 610, 900, 40, 590), poison=poison)
 
 
 OTHERS: dict[str, Any] = {

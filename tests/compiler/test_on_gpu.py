@@ -48,7 +48,9 @@ def step(module: torch.nn.Module, call: Any, number: int, voxels: int, trains: b
     return [y.detach(), *(g for g in grads if g is not None), *(b.clone() for b in module.buffers())]
 
 
-def compare(module: torch.nn.Module, trains: bool, sizes: tuple[int, ...] = SIZES, change: Any = None) -> None:
+def compare(
+    module: torch.nn.Module, trains: bool, sizes: tuple[int, ...] = SIZES, change: Any = None, replays: bool = True
+) -> None:
     module = module.cuda().train(trains)
     other = copy.deepcopy(module)
     compiled = torch.compile(module, backend="sparseconv")
@@ -62,7 +64,7 @@ def compare(module: torch.nn.Module, trains: bool, sizes: tuple[int, ...] = SIZE
         )  # gradients of what a norm undoes are noise
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5 * scale)
-    assert "replayed" in nn.explain(module), nn.explain(module)
+    assert ("replayed" in nn.explain(module)) == replays, nn.explain(module)
 
 
 class Scenes(torch.nn.Module):
@@ -98,6 +100,14 @@ def test_unet(trains: bool) -> None:
     compare(Scenes(nn.UNet(4, 3, channels=(8, 16))), trains)
 
 
+def test_layers_in_float64_run_as_they_are() -> None:
+    class Double(Scenes):
+        def forward(self, features: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
+            return super().forward(features.double(), coords).float()
+
+    compare(Double(nn.UNet(4, 3, channels=(8, 16)).double()), True, replays=False)
+
+
 def test_minkunet() -> None:
     compare(Scenes(nn.MinkUNet(4, 3)), False)
 
@@ -105,6 +115,26 @@ def test_minkunet() -> None:
 @pytest.mark.parametrize("trains", [False, True])
 def test_strides_inverses_and_volumes(trains: bool) -> None:
     compare(OfSpconv(), trains)
+
+
+class OfRows(torch.nn.Module):
+    """A layer norm that learns, and a mean over rows: neither may see rows that are no voxels, nor their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.SubmanifoldConv(4, 8, 3), torch.nn.LayerNorm(8)
+        self.second = nn.SubmanifoldConv(8, 8, 3)
+
+    def forward(self, features: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
+        x = self.first(sc.SparseTensor(sc.VoxelGrid(coords, 2), features))
+        rows = self.norm(x.features)
+        y = self.second(x.with_features(rows - rows.mean(0))).features
+        return torch.cat([y, y.softmax(0), rows.mean(0, keepdim=True)])
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_norms_and_means_over_rows(trains: bool) -> None:
+    compare(OfRows(), trains)
 
 
 class OfNumber(torch.nn.Module):
