@@ -161,6 +161,14 @@ def by_first_row(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     return ordered, place[numbers]
 
 
+def find_sorted(ordered: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of queries (M,) among ascending numbers (N,), and which of them are there; a place is for those."""
+    place = torch.searchsorted(ordered, queries).clamp_max(max(0, len(ordered) - 1))
+    if len(ordered) == 0:
+        return place, torch.zeros_like(queries, dtype=torch.bool)
+    return place, ordered[place] == queries
+
+
 def scaled_coords(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:
     """The coords (N, 1+D) int32 of a grid, its voxels times ``steps``; ValueError past 32 bits."""
     if not tracing() and len(grid):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparseconv.interop.arguments import find_sorted
 from sparseconv.kinds import as_device, check_kind, check_values
 
 
@@ -47,28 +48,27 @@ class HashTable:
         if fresh is None:
             found, missing = self.query(keys)
             fresh = torch.where(missing, 0, found)
-        every, order = torch.cat([self._keys, keys]), torch.cat([self._values, fresh])
+        every, held = torch.cat([self._keys, keys]), torch.cat([self._values, fresh])
         self._keys, place = torch.unique(every, return_inverse=True)
-        last = torch.zeros(len(self._keys), dtype=torch.int64, device=every.device)
+        last = torch.zeros_like(self._keys, dtype=torch.int64)
         last.scatter_reduce_(0, place, torch.arange(len(every), device=every.device), "amax")
-        self._values = order[last]
+        self._values = held[last]
 
     def query(self, keys: torch.Tensor, values: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Values (N,) of keys, 0 where absent, and whether each is absent; written to ``values`` where given."""
         self._check(keys, values)
-        place, missing = self._find(keys)
+        place, there = find_sorted(self._keys, keys)
+        missing = ~there
         found = torch.zeros(len(keys), dtype=self.value_dtype, device=keys.device)
-        found[~missing] = self._values[place[~missing]]
-        if values is None:
-            return found, missing
-        return values.copy_(found), missing
+        found[there] = self._values[place[there]]
+        return found if values is None else values.copy_(found), missing
 
     def insert_exist_keys(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Give keys that are there new values; (N,) uint8, 1 for keys that are not, which stay out."""
         self._check(keys, values)
-        _, missing = self._find(keys)
-        self.insert(keys[~missing], values[~missing])
-        return missing.to(torch.uint8)
+        _, there = find_sorted(self._keys, keys)
+        self.insert(keys[there], values[there])
+        return (~there).to(torch.uint8)
 
     def assign_arange_(self) -> torch.Tensor:
         """Number the keys in the order of `items`; returns how many there are, (1,)."""
@@ -83,17 +83,10 @@ class HashTable:
     def _count(self) -> torch.Tensor:
         return torch.tensor([len(self._keys)], device=self._keys.device)
 
-    def _find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        place = torch.searchsorted(self._keys, keys).clamp_max(max(0, len(self._keys) - 1))
-        if len(self._keys) == 0:
-            return place, torch.ones_like(keys, dtype=torch.bool)
-        return place, self._keys[place] != keys
-
     def _check(self, keys: torch.Tensor, values: torch.Tensor | None) -> None:
-        kinds = [("keys", keys, self.key_dtype)]
-        if values is not None:
-            kinds.append(("values", values, self.value_dtype))
-        for name, given, dtype in kinds:
+        for name, given, dtype in (("keys", keys, self.key_dtype), ("values", values, self.value_dtype)):
+            if given is None:
+                continue
             check_values(name, given, f"(N,) {dtype}")
             if given.dtype != dtype or given.ndim != 1 or len(given) != len(keys) or given.device != self._keys.device:
                 raise ValueError(

@@ -22,6 +22,10 @@ from sparseconv.interop.torchsparse.tensor import PointTensor, SparseTensor, cat
 __version__ = "2.1.0"
 
 
+_FUNCTIONS = (
+    "activation conv conv.conv conv.conv_mode conv.hash conv.hash.hash conv.hash.query conv.kmap conv.kmap.downsample "
+    "count crop devoxelize downsample hash pooling query voxelize"
+)
 #: submodules of torchsparse, and the modules here that have their names
 _MODULES = {
     **dict.fromkeys(("backbones", "backbones.modules", "backbones.modules.blocks"), backbones),
@@ -29,28 +33,12 @@ _MODULES = {
     **dict.fromkeys(("backend", "backends", "utils.tune"), backend),
     "nn": nn,
     "nn.functional": functional,
-    **{
-        f"nn.functional.{name}": functional
-        for name in (
-            *(
-                "activation",
-                "conv",
-                "count",
-                "crop",
-                "devoxelize",
-                "downsample",
-                "hash",
-                "pooling",
-                "query",
-                "voxelize",
-            ),
-            *("conv.conv", "conv.conv_mode", "conv.hash", "conv.hash.hash", "conv.hash.query", "conv.kmap"),
-            "conv.kmap.downsample",
-        )
-    },
+    **dict.fromkeys((f"nn.functional.{name}" for name in _FUNCTIONS.split()), functional),
     "nn.functional.conv.conv_config": conventions,
     "nn.modules": modules,
-    **{f"nn.modules.{name}": modules for name in ("activation", "bev", "conv", "crop", "norm", "pooling")},
+    **dict.fromkeys(
+        (f"nn.modules.{name}" for name in ("activation", "bev", "conv", "crop", "norm", "pooling")), modules
+    ),
     **dict.fromkeys(("nn.utils", "nn.utils.apply", "nn.utils.kernel"), modules),
     **dict.fromkeys(("operators", "tensor", "utils.tensor_cache"), tensor),
     **dict.fromkeys(("utils", "utils.collate", "utils.quantize", "utils.to_dense", "utils.utils"), utils),

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.arguments import row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import check_rows
 from sparseconv.interop.torchsparse.conventions import make_ntuple
 from sparseconv.interop.torchsparse.nn.functional import sphashquery
+from sparseconv.interop.torchsparse.nn.modules import get_kernel_offsets
 
 
 class GPUHashTable:
@@ -32,11 +34,8 @@ class GPUHashTable:
         if self._grid is None:
             raise ValueError("insert coordinates first")
         check_rows("coords", coords, 4, "(x, y, z, batch)")
-        kernel, steps = make_ntuple(kernel_size, 3), make_ntuple(stride, 3)
-        odd = kernel[0] * kernel[1] * kernel[2] % 2
-        axes = [torch.arange(k, device=coords.device) - (k - 1) // 2 for k in kernel]
-        taps = torch.cartesian_prod(*axes[::-1]).flip(1) if odd else torch.cartesian_prod(*axes)
-        at = coords[:, None, :3].long() * torch.tensor(steps, device=coords.device) + taps
+        taps = get_kernel_offsets(kernel_size, device=coords.device)
+        at = coords[:, None, :3].long() * row(make_ntuple(stride, 3), coords) + taps
         items = coords[:, None, 3:].long().expand(-1, len(taps), -1)
         rows = self._grid.lookup(torch.cat([items, at], 2).flatten(0, 1).int())
         return (rows + 1).view(len(coords), len(taps)).int()

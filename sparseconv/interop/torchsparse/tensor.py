@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -200,6 +200,11 @@ def _new_cache() -> TensorCache:
     return _Shared.cache
 
 
+def _alias(name: str, checked: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A property that is another attribute, whose new values are checked."""
+    return settable(lambda self: getattr(self, name), lambda self, value: setattr(self, name, checked(value)))
+
+
 class SparseTensor:
     """Features (N, C) of voxels.
 
@@ -252,29 +257,9 @@ class SparseTensor:
     def _caches(self, caches: Any) -> None:
         self._held = caches
 
-    @settable
-    def F(self) -> Any:
-        return self.feats
-
-    @F.setter
-    def F(self, feats: Any) -> None:
-        self.feats = feats
-
-    @settable
-    def C(self) -> Any:
-        return self.coords
-
-    @C.setter
-    def C(self, coords: Any) -> None:
-        self.coords = coords
-
-    @settable
-    def s(self) -> Strides:
-        return self.stride
-
-    @s.setter
-    def s(self, stride: Any) -> None:
-        self.stride = strides(stride)
+    F = _alias("feats")
+    C = _alias("coords")
+    s = _alias("stride", strides)
 
     @settable
     def cmaps(self) -> dict:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv import transforms
-from sparseconv.interop.arguments import specialized
+from sparseconv.interop.arguments import first_rows, specialized
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.functional import sparse_add_hash_based
 from sparseconv.interop.spconv.pytorch.tracing import leaf, proxy_among, recorded
@@ -151,11 +151,7 @@ class RemoveDuplicate(SparseModule):
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         if not isinstance(x, SparseConvTensor):
             return leaf(self, x)
-        _, found = torch.unique(x.indices, dim=0, return_inverse=True)
-        count = int(found.max()) + 1 if len(found) else 0
-        first = torch.full((count,), len(found), dtype=torch.int64, device=found.device)
-        first.scatter_reduce_(0, found, torch.arange(len(found), device=found.device), "amin")
-        rows = first.sort().values
+        rows, _ = first_rows(x.indices)
         return SparseConvTensor(x.features[rows], x.indices[rows], x.spatial_shape, x.batch_size, x.grid)
 
 
@@ -277,11 +273,16 @@ def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor
 # ---- several tensors, or several branches
 
 
-#: what a table takes
-TENSORS = "a list of SparseConvTensors, at least one"
-
-
 class _Table(SparseModule):
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        if isinstance(input, Sequence) and input and all(isinstance(x, SparseConvTensor) for x in input):
+            return self.joined(input)
+        return leaf(self, input, takes="a list of SparseConvTensors, at least one")
+
+    def joined(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        """What becomes of the tensors."""
+        raise NotImplementedError
+
     def input_spatial_size(self, out_size: Any) -> Any:
         return out_size
 
@@ -289,9 +290,7 @@ class _Table(SparseModule):
 class JoinTable(_Table):
     """Channels of tensors at the same indices, side by side; they may differ in width."""
 
-    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        if not _are_sparse(input):
-            return leaf(self, input, takes=TENSORS)
+    def joined(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
         _check_aligned(input, "JoinTable")
         return input[0].replace_feature(torch.cat([x.features for x in input], 1))
 
@@ -299,9 +298,7 @@ class JoinTable(_Table):
 class AddTable(_Table):
     """The sum of tensors at the same indices."""
 
-    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        if not _are_sparse(input):
-            return leaf(self, input, takes=TENSORS)
+    def joined(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
         _check_aligned(input, "AddTable")
         if len({x.features.shape[1] for x in input}) > 1:
             raise ValueError(f"AddTable takes tensors of one width; got {[tuple(x.features.shape) for x in input]}")
@@ -314,8 +311,8 @@ class AddTable(_Table):
 class AddTableMisaligned(_Table):
     """The sum of tensors at different indices, over the union of them; inverse convolutions past it find no key."""
 
-    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        return sparse_add_hash_based(*input) if _are_sparse(input) else leaf(self, input, takes=TENSORS)
+    def joined(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        return sparse_add_hash_based(*input)
 
 
 class ConcatTable(SparseModule):
@@ -332,10 +329,6 @@ class ConcatTable(SparseModule):
     def input_spatial_size(self, out_size: Any) -> Any:
         first: Any = self._modules["0"]
         return first.input_spatial_size(out_size)
-
-
-def _are_sparse(input: Any) -> bool:
-    return isinstance(input, Sequence) and bool(input) and all(isinstance(x, SparseConvTensor) for x in input)
 
 
 def _check_aligned(tensors: Sequence[SparseConvTensor], name: str) -> None:

@@ -106,9 +106,7 @@ def get_indice_pairs_implicit_gemm(
     is_train: bool = True,
     *options: Any,
     **more: Any,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[Any], list[Any], list[Any], list[Any], list[Any]
-]:
+) -> tuple[Any, ...]:
     """The tables of a layer: out_indices, counts (K,), pair_fwd (K, N_out), pair_bwd (K, N_in), and five empty lists.
 
     The lists are of masks and orders, which kernels here make for themselves. ``pair_bwd`` has no elements for
@@ -140,7 +138,7 @@ def _plan(
     return find_plan(voxels, window, shape, subm=subm, transposed=transpose)
 
 
-# ---- layers over such tables
+# ---- layers over such tables, and their gradients as spconv's own autograd functions take them
 
 indice_maxpool = functional.indice_maxpool
 
@@ -168,16 +166,12 @@ def indice_conv_backward(
     indice_pairs: torch.Tensor,
     indice_pair_num: torch.Tensor,
     inverse: bool = False,
-    subm: bool = False,
-    algo: ConvAlgo | None = None,
-    timer: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of features and filters of `indice_conv`."""
-
-    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return indice_conv(x, w, indice_pairs, indice_pair_num, len(out_bp), inverse)
-
-    return _gradients(run, out_bp, features, filters)
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of features and filters of `indice_conv`; further options have no effect."""
+    tables = indice_pairs, indice_pair_num, len(out_bp), inverse
+    return _gradients(lambda x, w: indice_conv(x, w, *tables), out_bp, features, filters)
 
 
 def _gradients(run: Callable[..., torch.Tensor], out_bp: torch.Tensor, *inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -195,34 +189,35 @@ def implicit_gemm(
     features: torch.Tensor,
     filters: torch.Tensor,
     pair_fwd: torch.Tensor,
-    pair_mask_fwd_splits: Any,
-    mask_argsort_fwd_splits: Any,
-    num_activate_out: int,
-    *options: Any,
+    masks: Any,
+    order: Any,
+    *more: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, None, int]:
-    """The result of `functional.implicit_gemm`, no mask, and -1 for the mask's width."""
+    """The result of `functional.implicit_gemm`, no mask, and -1 for the mask's width; ``more`` begins with the number
+    of outputs."""
     tables = (pair_fwd, None, None, None, None, None)
-    return functional.implicit_gemm(features, filters, *tables, num_activate_out, *options, **named), None, -1
+    return functional.implicit_gemm(features, filters, *tables, *more, **named), None, -1
 
 
 def implicit_gemm_backward(
     features: torch.Tensor, filters: torch.Tensor, out_bp: torch.Tensor, pair_fwd: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """The gradients of features and filters of `implicit_gemm`; tables but ``pair_fwd``, and flags, have no effect."""
-    tables = (pair_fwd, None, None, None, None, None)
-    return _gradients(lambda x, w: functional.implicit_gemm(x, w, *tables, len(out_bp)), out_bp, features, filters)
+    tables = pair_fwd, None, None, len(out_bp)
+    return _gradients(lambda x, w: implicit_gemm(x, w, *tables)[0], out_bp, features, filters)
 
 
 def indice_maxpool_backward(
     features: torch.Tensor,
-    out_features: torch.Tensor,
+    out_features: Any,
     out_bp: torch.Tensor,
     indice_pairs: torch.Tensor,
     indice_pair_num: torch.Tensor,
 ) -> torch.Tensor:
     """The gradient of the features of `indice_maxpool`; ``out_features`` has no effect."""
-    return _gradients(lambda x: indice_maxpool(x, indice_pairs, indice_pair_num, len(out_bp)), out_bp, features)[0]
+    tables = indice_pairs, indice_pair_num, len(out_bp)
+    return _gradients(lambda x: indice_maxpool(x, *tables), out_bp, features)[0]
 
 
 def indice_maxpool_implicit_gemm(
@@ -233,7 +228,7 @@ def indice_maxpool_implicit_gemm(
 
 
 def indice_maxpool_implicit_gemm_backward(
-    features: torch.Tensor, out_features: torch.Tensor, out_bp: torch.Tensor, indice_pairs: torch.Tensor
+    features: torch.Tensor, out_features: Any, out_bp: torch.Tensor, indice_pairs: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of the features, by the table (K, N_in) of output rows; ``out_features`` has no effect."""
     edges = functional.of_table(indice_pairs, len(out_bp), len(features)).reverse()
@@ -246,7 +241,7 @@ def indice_avgpool_implicit_gemm(
     """`functional.indice_avgpool_implicit_gemm`, and how many rows each output sees (N_out,), none if not asked for."""
     mean = functional.indice_avgpool_implicit_gemm(features, indice_pairs, None, num_activate_out)
     counts = (indice_pairs >= 0).sum(0, dtype=torch.int32)
-    return mean, counts if calc_count else counts.new_empty(0)
+    return mean, counts if calc_count else counts[:0]
 
 
 def indice_avgpool_implicit_gemm_backward(

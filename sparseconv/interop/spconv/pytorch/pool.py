@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparseconv.interop.arguments import REQUIRED, check_algorithm
@@ -98,22 +100,23 @@ class SparseAvgPool(_Pool):
         return SpconvMean.apply(pooling.sum_pool(wide, plan), counts).to(features.dtype)
 
 
-class SparseGlobalMaxPool(SparseModule):
+class _GlobalPool(SparseModule):
+    pool: Any
+
+    def forward(self, input: SparseConvTensor) -> torch.Tensor:
+        return self.pool(input.features, input.voxels) if isinstance(input, SparseConvTensor) else leaf(self, input)
+
+
+class SparseGlobalMaxPool(_GlobalPool):
     """The maximum over the voxels of each batch item, (B, C); 0 for an empty item."""
 
-    def forward(self, input: SparseConvTensor) -> torch.Tensor:
-        if not isinstance(input, SparseConvTensor):
-            return leaf(self, input)
-        return global_pooling.global_max_pool(input.features, input.voxels)
+    pool = staticmethod(global_pooling.global_max_pool)
 
 
-class SparseGlobalAvgPool(SparseModule):
+class SparseGlobalAvgPool(_GlobalPool):
     """The mean over the voxels of each batch item, (B, C); 0 for an empty item."""
 
-    def forward(self, input: SparseConvTensor) -> torch.Tensor:
-        if not isinstance(input, SparseConvTensor):
-            return leaf(self, input)
-        return global_pooling.global_avg_pool(input.features, input.voxels)
+    pool = staticmethod(global_pooling.global_avg_pool)
 
 
 _ARGUMENTS = "kernel_size stride padding dilation indice_key algo record_voxel_count name"

@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.geometry.arguments import INTEGERS, numbers
 from sparseconv.geometry.keys import KEY_LIMIT
-from sparseconv.interop.arguments import integers
+from sparseconv.interop.arguments import first_rows, integers
 from sparseconv.interop.spconv import point_loop
 from sparseconv.kinds import as_device, check_values, described, shortened
 
@@ -94,44 +94,27 @@ class PointToVoxel:
     def _generate(
         self, pc: torch.Tensor, empty_mean: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By torch's operations, on every device: keys are sorted, and equal ones by the rows of their points."""
-        wide = pc.new_tensor(self.vsize), pc.new_tensor(self.coors_range[: self.ndim])
-        cells = torch.floor((pc[:, : self.ndim].flip(1) - wide[1]) / wide[0])
+        """By torch's operations, on every device."""
+        size, low = pc.new_tensor(self.vsize), pc.new_tensor(self.coors_range[: self.ndim])
+        cells = torch.floor((pc[:, : self.ndim].flip(1) - low) / size)
         inside = torch.ones(len(pc), dtype=torch.bool, device=pc.device)
         for n, column in zip(self.grid_size, cells.unbind(1)):
             inside &= (column >= 0) & (column < n)
         at = inside.nonzero()[:, 0]
         cells = cells.index_select(0, at).int()
-        keys = torch.zeros(len(at), dtype=torch.int64, device=pc.device)
-        for n, column in zip(self.grid_size, cells.unbind(1)):
-            keys = torch.add(column, keys, alpha=n)
-        keys, order = _sorted(keys, math.prod(self.grid_size))
-        rows = at.index_select(0, order)  # of points, those of a voxel together
-        new = torch.ones_like(keys, dtype=torch.bool)
-        torch.ne(keys[1:], keys[:-1], out=new[1:])
-        begin = new.nonzero()[:, 0]
-        first = rows.index_select(0, begin)
-        firsts = torch.zeros(len(pc), dtype=torch.int64, device=pc.device).index_fill_(0, first, 1)
-        number = firsts.cumsum(0).index_select(0, first) - 1  # voxels are in the order of their first points
-        group = new.cumsum(0) - 1
-        voxel = number.index_select(0, group)
-        place = torch.arange(len(keys), device=pc.device) - begin.index_select(0, group)
-        held = torch.diff(begin, append=begin.new_full((1,), len(keys)))
-        count, most = min(len(begin), self.max_num_voxels), self.max_num_points_per_voxel
-        fits = place < most
-        cells = cells.index_select(0, order.index_select(0, begin))
-        if count < len(begin):
-            kept = (number < count).nonzero()[:, 0]
-            number, held, cells = (t.index_select(0, kept) for t in (number, held, cells))
-            fits &= voxel < count
-            voxel = torch.where(voxel < count, voxel, -1)
-        ids = torch.full((len(pc),), -1, dtype=torch.int64, device=pc.device).index_copy_(0, rows, voxel)
-        indices = torch.empty_like(cells).index_copy_(0, number, cells)
-        num = torch.empty_like(held).index_copy_(0, number, held.clamp(max=most))
-        taken = fits.nonzero()[:, 0]
-        places = torch.add(place, voxel, alpha=most).index_select(0, taken)
+        first, voxel = first_rows(cells)  # voxels are in the order of their first points
+        count, most = min(len(first), self.max_num_voxels), self.max_num_points_per_voxel
+        held = torch.bincount(voxel, minlength=len(first))
+        order = torch.argsort(voxel, stable=True)
+        begin = (held.cumsum(0) - held)[voxel[order]]
+        place = torch.empty_like(voxel).index_copy_(0, order, torch.arange(len(at), device=pc.device) - begin)
+        known = voxel < count
+        ids = torch.full((len(pc),), -1, dtype=torch.int64, device=pc.device)
+        ids = ids.index_copy_(0, at, torch.where(known, voxel, -1))
+        indices, num = cells[first[:count]], held[:count].clamp(max=most)
+        taken = ((place < most) & known).nonzero()[:, 0]
         voxels = torch.zeros(count, most, self.num_point_features, device=pc.device)
-        voxels.view(-1, self.num_point_features)[places] = pc.index_select(0, rows.index_select(0, taken)).float()
+        voxels[voxel[taken], place[taken]] = pc[at[taken]].float()
         if empty_mean:
             mean = voxels.sum(1, keepdim=True) / num.clamp(min=1)[:, None, None]
             blank = torch.arange(most, device=pc.device)[None, :, None] >= num[:, None, None]
@@ -144,16 +127,6 @@ def _cells(low: list[float], high: list[float], size: list[float]) -> list[int]:
     a, b, v = torch.tensor([low, high, size], dtype=torch.float64).float()
     count = ((b - a) / v).double().nan_to_num(nan=KEY_LIMIT, posinf=KEY_LIMIT)  # which is an error later
     return [int(n) for n in (count + torch.copysign(torch.full_like(count, 0.5), count)).tolist()]
-
-
-def _sorted(keys: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys below ``end``, ascending, and their rows, ascending among equal keys."""
-    bits = max(1, len(keys)).bit_length()
-    if end >= KEY_LIMIT >> bits:
-        keys, rows = torch.sort(keys, stable=True)
-        return keys, rows
-    both = (keys << bits).add_(torch.arange(len(keys), device=keys.device)).sort().values
-    return both >> bits, both & ((1 << bits) - 1)
 
 
 def gather_features_by_pc_voxel_id(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sparseconv import transforms
 from sparseconv.geometry.arguments import INTEGERS, numbers, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, floor_to_int32, is_unmodified, trace_constants
+from sparseconv.interop.arguments import axes, find_sorted, floor_to_int32, is_unmodified, trace_constants
 from sparseconv.interop.torchsparse import conventions as conv_config  # noqa: F401
 from sparseconv.interop.torchsparse import geometry
 from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
@@ -307,9 +307,8 @@ def sphashquery(queries: torch.Tensor, references: torch.Tensor) -> torch.Tensor
     ordered, order = torch.sort(references.flatten(), stable=True)
     if len(ordered) == 0:
         return torch.full_like(queries, -1)
-    place = torch.searchsorted(ordered, queries.flatten()).clamp_max(len(ordered) - 1)
-    found = torch.where(ordered[place] == queries.flatten(), order[place], -1)
-    return found.view(queries.shape)
+    place, there = find_sorted(ordered, queries.flatten())
+    return torch.where(there, order[place], -1).view(queries.shape)
 
 
 # ---- points and voxels
@@ -416,14 +415,15 @@ def leaky_relu(input: SparseTensor, negative_slope: float = 0.1, inplace: bool =
 
 def global_avg_pool(inputs: SparseTensor) -> torch.Tensor:
     """(B, C): the mean of each batch item; 0 for an empty one."""
-    return _items(inputs).reduce(inputs.feats, "mean")
+    return items_of(inputs).reduce(inputs.feats, "mean")
 
 
 def global_max_pool(inputs: SparseTensor) -> torch.Tensor:
     """(B, C): the maximum of each batch item; 0 for an empty one."""
-    return _items(inputs).reduce(inputs.feats, "max")
+    return items_of(inputs).reduce(inputs.feats, "max")
 
 
-def _items(x: SparseTensor) -> PointGroups:
+def items_of(x: SparseTensor) -> PointGroups:
+    """The rows of each batch item."""
     items = inner(checked(x).coords, x.stride)[:, 0]
     return PointGroups(items, int(items.max()) + 1 if len(items) else 0)

@@ -126,21 +126,25 @@ class _OnFeatures:
         return fapply(input, super().forward)  # type: ignore[misc]
 
 
-class BatchNorm(_OnFeatures, torch.nn.BatchNorm1d):
-    """``torch.nn.BatchNorm1d`` over all voxels."""
+def _on_features(name: str, layer: type[torch.nn.Module]) -> Any:
+    """The class ``name``: a layer of torch that takes and returns a tensor of torchsparse's."""
+    own = {"__doc__": f"``torch.nn.{layer.__name__}`` on features.", "__module__": __name__}
+    return type(name, (_OnFeatures, layer), own)
 
 
-class InstanceNorm(_OnFeatures, torch.nn.InstanceNorm1d):
-    """``torch.nn.InstanceNorm1d`` of features (N, C), as torchsparse calls it: over the channels of each voxel."""
+BatchNorm = _on_features("BatchNorm", torch.nn.BatchNorm1d)
+#: of features (N, C), as torchsparse calls it: over the channels of each voxel
+InstanceNorm = _on_features("InstanceNorm", torch.nn.InstanceNorm1d)
+ReLU, LeakyReLU, SiLU = (
+    _on_features(layer.__name__, layer) for layer in (torch.nn.ReLU, torch.nn.LeakyReLU, torch.nn.SiLU)
+)
 
 
 class GroupNorm(torch.nn.GroupNorm):
     """``torch.nn.GroupNorm`` over the voxels of each batch item; statistics in fp32 for halves."""
 
     def forward(self, input: Any) -> Any:
-        x, items = checked(input).feats, inner(input.coords, input.stride)[:, 0]
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        groups = PointGroups(items, int(items.max()) + 1 if len(items) else 0)
+        groups, x = F.items_of(input), input.feats.to(torch.promote_types(input.feats.dtype, torch.float32))
         size = x.shape[1] // self.num_groups
 
         def mean(values: torch.Tensor) -> torch.Tensor:
@@ -151,18 +155,6 @@ class GroupNorm(torch.nn.GroupNorm):
         centred = x - mean(x)
         out = centred * (mean(centred**2) + self.eps).rsqrt()
         return input.like((out if self.weight is None else out * self.weight + self.bias).to(input.feats.dtype))
-
-
-class ReLU(_OnFeatures, torch.nn.ReLU):
-    """``torch.nn.ReLU`` on features."""
-
-
-class LeakyReLU(_OnFeatures, torch.nn.LeakyReLU):
-    """``torch.nn.LeakyReLU`` on features."""
-
-
-class SiLU(_OnFeatures, torch.nn.SiLU):
-    """``torch.nn.SiLU`` on features."""
 
 
 class GlobalAvgPool(torch.nn.Module):
@@ -203,11 +195,12 @@ def _axis(dim: int) -> int:
     return found
 
 
-def _flattened(grid: VoxelGrid, dim: int) -> VoxelGrid:
-    """The voxels of a grid (batch, z, y, x) with 0 along an axis, each once."""
+def _flattened(grid: VoxelGrid, dim: int) -> tuple[VoxelGrid, torch.Tensor]:
+    """The voxels of a grid (batch, z, y, x) with 0 along an axis, each once, and the row of each voxel among them."""
     coords = grid.coords.clone()
     coords[:, 3 - dim] = 0
-    return VoxelGrid(torch.unique(coords, dim=0), grid.batch_size)
+    columns, rows = torch.unique(coords, dim=0, return_inverse=True)
+    return VoxelGrid(columns, grid.batch_size), rows
 
 
 def _summed(
@@ -222,7 +215,7 @@ def _summed(
             "a layer needs a kernel for each height"
         )
     taps = [tuple(height if axis == 2 - dim else 0 for axis in range(3)) for height in range(count)]
-    plan = ConvolutionPlan(grid, taps=taps, target=_flattened(grid, dim))
+    plan = ConvolutionPlan(grid, taps=taps, target=_flattened(grid, dim)[0])
     total = plan.execute(input.feats, kernel)
     if bias is not None:  # of each voxel, as in torchsparse
         total = total + sum_pool(torch.ones_like(input.feats[:, :1], requires_grad=False), plan) * bias
@@ -342,11 +335,8 @@ class ToBEVReduction(torch.nn.Module):
         self.dim = _axis(dim)
 
     def forward(self, input: SparseTensor) -> SparseTensor:
-        grid = checked(input).grid
-        columns = _flattened(grid, self.dim)
-        coords = grid.coords.clone()
-        coords[:, 3 - self.dim] = 0
-        mean = PointGroups(columns.lookup(coords), len(columns)).reduce(input.feats, "mean")
+        columns, rows = _flattened(checked(input).grid, self.dim)
+        mean = PointGroups(rows, len(columns)).reduce(input.feats, "mean")
         return SparseTensor(mean, outer(columns, input.stride), input.stride)
 
     def extra_repr(self) -> str:
