@@ -24,16 +24,18 @@ from sparseconv.interop.torchsparse.conventions import (
 from sparseconv.interop.torchsparse.tensor import Ints
 from sparseconv.kinds import check_choice, warn
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.within import dense_shape
 from sparseconv.torch_private import tracing
 
 
 def window(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:
     """What a plan over grids with the axes backwards is given for a kernel.
 
-    Taps are numbered with the first axis fastest where their number is odd, and with the last one where it is even.
+    Taps are numbered with the first axis fastest where their number is odd, and with the last one where it is even;
+    while torch traces weights are `boxed`.
     """
-    back = {"dilation": dilation[::-1], "padding": tuple(p * d for p, d in zip(padding, dilation))[::-1]}
-    if math.prod(kernel) % 2:
+    back = {"dilation": dilation[::-1], "padding": tuple([p * d for p, d in zip(padding, dilation)])[::-1]}
+    if math.prod(kernel) % 2 or tracing():
         return {"kernel_size": kernel[::-1], **back}
     return {"taps": tuple(tap[::-1] for tap in _taps(kernel)), **back}
 
@@ -70,7 +72,7 @@ def centre(kernel: Ints, centred: bool) -> Ints:
     The latter holds for torchsparse 2.1's default way to build maps alone.
     """
     if centred or math.prod(kernel) % 2:
-        return tuple((k - 1) // 2 for k in kernel)
+        return tuple([(k - 1) // 2 for k in kernel])
     return (0,) * len(kernel)
 
 
@@ -81,43 +83,21 @@ def boxed(taps: torch.Tensor, kernel: Ints) -> torch.Tensor:
     return taps.unflatten(0, kernel).permute(2, 1, 0, 3, 4).reshape(taps.shape)
 
 
-def _box(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:
-    """`window` with a box of taps, for weights that are `boxed`."""
-    pads = tuple([p * d for p, d in zip(padding, dilation)])
-    return {"kernel_size": kernel[::-1], "dilation": dilation[::-1], "padding": pads[::-1]}
-
-
-def strided_in_trace(
-    grid: Any, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, spatial_range: Ints | None, modes: Modes
-) -> tuple[Any, Ints | None] | None:
-    """`strided` while torch traces; None where outputs follow from voxels that nobody knows."""
-    steps = stride[::-1]
-    if modes.centred and (tiles(kernel, stride) or modes.downsample == "minkowski"):
-        coarse = grid.plan_type(grid, steps, stride=steps, padding=0).target
-        box = _box(kernel, centre(kernel, True), dilation)
-        return grid.plan_type(grid, stride=steps, target=coarse, **box), spatial_range
-    if modes.centred or get_allow_negative_coordinates():
-        return None
-    box = {"stride": steps, "padding": padding[::-1], "dilation": dilation[::-1]}
-    if spatial_range is None:
-        return grid.plan_type.within(grid, (), kernel[::-1], False, **box), None
-    size = [d * (k - 1) for k, d in zip(kernel, dilation)]
-    ends = zip(spatial_range[1:], padding, size, stride)
-    shape = tuple([(n + 2 * p - w - 1) // s + 1 for n, p, w, s in ends])
-    return grid.plan_type.within(grid, shape[::-1], kernel[::-1], False, **box), (spatial_range[0], *shape)
+def plan_type(grid: VoxelGrid) -> Any:
+    """The class of the plans of a grid."""
+    return grid.plan_type or ConvolutionPlan
 
 
 def submanifold(grid: VoxelGrid, kernel: Ints, dilation: Ints, modes: Modes) -> ConvolutionPlan:
     """The plan of a layer at stride 1."""
-    if tracing():
-        return grid.plan_type(grid, **_box(kernel, centre(kernel, modes.centred), dilation))  # type: ignore[misc]
-    return ConvolutionPlan(grid, **window(kernel, centre(kernel, modes.centred), dilation))
+    return plan_type(grid)(grid, **window(kernel, centre(kernel, modes.centred), dilation))
 
 
 def strided(
     grid: VoxelGrid, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, spatial_range: Ints | None, modes: Modes
-) -> tuple[ConvolutionPlan, Ints | None]:
-    """The plan of a strided layer, and the spatial range of its outputs.
+) -> tuple[ConvolutionPlan, Ints | None] | None:
+    """The plan of a strided layer, and the spatial range of its outputs; None where torch traces and outputs follow
+    from voxels that nobody knows.
 
     Outputs are floor(c / stride) where windows are centred and either tile the axes or follow MinkowskiEngine. Else
     they are all that the window reaches within [0, n), n being the cells of a dense layer's output: of the spatial
@@ -125,8 +105,16 @@ def strided(
     """
     steps, shift = stride[::-1], centre(kernel, modes.centred)
     if modes.centred and (tiles(kernel, stride) or modes.downsample == "minkowski"):
-        coarse = ConvolutionPlan(grid, steps, stride=steps, padding=0).target
-        return ConvolutionPlan(grid, stride=steps, target=coarse, **window(kernel, shift, dilation)), spatial_range
+        coarse = plan_type(grid)(grid, steps, stride=steps, padding=0).target
+        return plan_type(grid)(grid, stride=steps, target=coarse, **window(kernel, shift, dilation)), spatial_range
+    ends: Any = None if spatial_range is None else spatial_range[1:]
+    if tracing():
+        if modes.centred or get_allow_negative_coordinates():
+            return None
+        shape = () if ends is None else dense_shape(ends, kernel, stride, padding, dilation)
+        box = {"stride": steps, "padding": padding[::-1], "dilation": dilation[::-1]}
+        plan = plan_type(grid).within(grid, shape[::-1], kernel[::-1], False, **box)
+        return plan, None if spatial_range is None else (spatial_range[0], *shape)
     if grid.batch_size > 1 and (spatial_range is None or get_version() is Version.LAST):
         _warn_of_mates()
     if get_version() is Version.LAST:
@@ -137,9 +125,7 @@ def strided(
         if target is not plan.target:
             plan = ConvolutionPlan(grid, stride=steps, target=target, **centred)
         return plan, spatial_range
-    size = [d * (k - 1) for k, d in zip(kernel, dilation)]
-    ends = spatial_range[1:] if spatial_range is not None else grid.extent.end[::-1]
-    shape = tuple((n + 2 * p - w - 1) // s + 1 for n, p, w, s in zip(ends, padding, size, stride))
+    shape = dense_shape(grid.extent.end[::-1] if ends is None else ends, kernel, stride, padding, dilation)
     dense = window(kernel, (0,) * 3, dilation) | {"padding": padding[::-1]}
     plan = ConvolutionPlan(grid, stride=steps, target="full", **dense)
     low = plan.target.extent.start if get_allow_negative_coordinates() else (0,) * grid.rank

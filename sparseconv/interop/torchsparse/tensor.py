@@ -55,12 +55,12 @@ def strides(value: Any) -> Strides:
 
 def divided(stride: Strides, steps: Ints) -> Strides:
     """The stride of the finer side of a layer; nothing is rounded, so that each level has a stride of its own."""
-    return tuple(Fraction(a) / b if a % b else int(a // b) for a, b in zip(stride, steps))
+    return tuple([Fraction(a) / b if a % b else int(a // b) for a, b in zip(stride, steps)])
 
 
 def multiplied(stride: Strides, steps: Ints) -> Strides:
     """The stride of the coarser side of a layer."""
-    return tuple(_simplest(a * b) for a, b in zip(stride, steps))
+    return tuple([_simplest(a * b) for a, b in zip(stride, steps)])
 
 
 def _whole(stride: Strides) -> Ints:
@@ -95,11 +95,6 @@ class CoordinateMaps(dict[Strides, Any]):
         #: grids by stride, each with the coordinates that it was made of, their version and values
         self.grids: dict[Strides, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]] = {}
 
-    def pair(self, stride: Strides) -> tuple[torch.Tensor, Ints | None] | None:
-        """Coordinates and range at a stride, None where they are not known."""
-        known = self.get(stride)
-        return (known, None) if isinstance(known, torch.Tensor) else known
-
 
 class TensorCache:
     """Coordinates and plans by stride, shared by the tensors of one network.
@@ -109,43 +104,39 @@ class TensorCache:
     """
 
     def __init__(self, cmaps: Any = None, kmaps: dict[Any, Any] | None = None) -> None:
-        self.cmaps = cmaps if isinstance(cmaps, CoordinateMaps) else CoordinateMaps(cmaps or ())
+        self.cmaps: Any = cmaps if isinstance(cmaps, CoordinateMaps) else CoordinateMaps(cmaps or ())
         self.kmaps: dict[Any, Any] = {} if kmaps is None else kmaps
         self.hashmaps: dict[Any, Any] = {}
+        self.grids = self.cmaps.grids
 
-    @property
-    def grids(self) -> dict[Strides, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]]:
-        return self.cmaps.grids
+    def pair(self, stride: Strides) -> tuple[torch.Tensor, Ints | None] | None:
+        """Coordinates and range at a stride, None where they are not known."""
+        known = self.cmaps.get(stride)
+        return (known, None) if isinstance(known, torch.Tensor) else known
 
 
-class TracedCache:
-    """What a `TensorCache` is in a trace.
+class TracedCache(TensorCache):
+    """What a `TensorCache` is in a trace, with plain dictionaries.
 
     Attributes:
         outer: the cache of the caller that this one stands for, None for one of the trace.
         ordinary: the cache that it became, once somebody asked for it after the program had run.
-        cmaps: stride -> (coords, spatial range).
-        kmaps: (stride, kernel size, stride of the layer, dilation) -> the plan of the layer.
-        grids: stride -> (coords, the grid of them).
     """
 
     def __init__(self, outer: TensorCache | None = None) -> None:
         self.outer = outer
         self.ordinary: TensorCache | None = None
-        self.cmaps: dict[Any, Any] = {}
-        self.kmaps: dict[Any, Any] = {}
-        self.hashmaps: dict[Any, Any] = {}
-        self.grids: dict[Any, Any] = {}
+        self.cmaps, self.kmaps, self.hashmaps, self.grids = {}, {}, {}, {}
 
     @classmethod
     def of(cls, outer: TensorCache) -> TracedCache:
         """A cache with the coordinates of another one, which stays as it is: looked at anew at each run."""
         made = TracedCache(outer)
         for stride, known in outer.cmaps.items():
-            made.cmaps[trace_constants(stride)] = known if isinstance(known, tuple) else (known, None)
+            made.cmaps[trace_constants(stride)] = known
         for stride, held in outer.grids.items():
-            steps = trace_constants(stride)
-            made.grids[steps] = held[0], VoxelGrid(inner(held[0], steps), held[3].batch_size)
+            steps, coords = trace_constants(stride), held[0]
+            made.grids[steps] = coords, 0, coords, VoxelGrid(inner(coords, steps), held[3].batch_size)
         return made
 
     def after_trace(self) -> TensorCache:
@@ -154,9 +145,9 @@ class TracedCache:
             made = self.ordinary = TensorCache() if self.outer is None else self.outer
             for stride, known in self.cmaps.items():
                 made.cmaps.setdefault(stride, known)
-            for stride, (coords, grid) in self.grids.items():
+            for stride, (coords, _, _, grid) in self.grids.items():
                 if stride not in made.grids:
-                    made.grids[stride] = coords, coords._version, own(coords), grid.real
+                    made.grids[stride] = coords, coords._version, own(coords), grid.real  # type: ignore[attr-defined]
             for key, plan in self.kmaps.items():
                 made.kmaps.setdefault(key, plan.real)
         return self.ordinary
@@ -245,6 +236,8 @@ class SparseTensor:
     @classmethod
     def made(cls, feats: torch.Tensor, coords: torch.Tensor, stride: Strides, extent: Ints | None, caches: Any) -> Any:
         """A tensor of a layer."""
+        if not tracing() and coords.is_inference():
+            coords = own(coords)
         made = object.__new__(SparseTensor)
         made.feats, made.coords, made.stride, made.spatial_range, made._caches = feats, coords, stride, extent, caches
         return made
@@ -280,32 +273,31 @@ class SparseTensor:
     @property
     def grid(self) -> VoxelGrid:
         """The voxels, in units of the stride and axes backwards; made once for coordinates that nobody wrote to."""
+        known = self.known_grid()
+        if known is not None:
+            return known
         if tracing():
-            made = self._caches.grids.get(trace_constants(self.stride))  # type: ignore[arg-type]
-            if made is not None and made[0] is self.coords:
-                return made[1]
             raise ValueError("these voxels were not looked for before the trace")
-        if isinstance(self.coords, torch.Tensor) and self.coords.is_inference():  # which tells nobody of writes
-            self.coords = own(self.coords)
-        known = self._caches.grids.get(self.stride)
-        if known is not None and known[0] is self.coords and is_unmodified(*known[:3]):
-            return known[3]
         grid = VoxelGrid(inner(self.coords, self.stride))
         self.keep(grid)
         return grid
 
+    def known_grid(self) -> VoxelGrid | None:
+        """The grid of these coordinates, where they have one and nobody wrote to them since."""
+        if not tracing() and isinstance(self.coords, torch.Tensor) and self.coords.is_inference():
+            self.coords = own(self.coords)  # the others tell nobody of writes
+        known = self._caches.grids.get(trace_constants(self.stride))  # type: ignore[arg-type]
+        return known[3] if known is not None and known[0] is self.coords and is_unmodified(*known[:3]) else None
+
     def keep(self, grid: VoxelGrid) -> None:
         """Remember the grid of these coordinates."""
-        seen = self.coords if self.coords.is_cuda else own(self.coords)
-        self._caches.grids[self.stride] = self.coords, self.coords._version, seen, grid
+        seen = self.coords if tracing() or self.coords.is_cuda else own(self.coords)
+        version = 0 if tracing() else self.coords._version
+        self._caches.grids[trace_constants(self.stride)] = self.coords, version, seen, grid  # type: ignore[arg-type]
 
     def like(self, feats: torch.Tensor) -> SparseTensor:
         """Other features at the same coordinates, with the same cache."""
-        if tracing():
-            return SparseTensor.made(feats, self.coords, self.stride, self.spatial_range, self._caches)
-        made = SparseTensor(feats, self.coords, self.stride, self.spatial_range)
-        made._caches = self._caches
-        return made
+        return SparseTensor.made(feats, self.coords, self.stride, self.spatial_range, self._caches)
 
     def dense(self) -> torch.Tensor:
         """(B, x, y, z, C), zero where there is no voxel; needs ``spatial_range``."""

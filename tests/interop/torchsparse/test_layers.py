@@ -755,3 +755,15 @@ def test_a_network_down_and_up_joins_each_level():
         assert torch.equal(y.C, level.C)
         y = spnn.Conv3d(6, 3, 3).double()(torchsparse.cat([y, level]))
     assert y.C is x.C
+
+
+def test_the_range_of_a_layers_outputs_stays_theirs_after_a_client_wrote_to_their_coordinates():
+    x = torchsparse.SparseTensor(torch.ones(2, 1), torch.tensor([[0, 0, 0, 0], [0, 5, 5, 5]]).int(), 1, (1, 8, 8, 8))
+    layer = spnn.Conv3d(1, 1, 2, stride=2)
+    first = layer(x)
+    assert first.spatial_range == (1, 4, 4, 4)
+    first.coords += 0
+    first.coords[0, 1] = 1
+    again = layer(x)
+    assert again.spatial_range == (1, 4, 4, 4)
+    assert again.coords.tolist() == [[0, 0, 0, 0], [0, 2, 2, 2]]

@@ -1,9 +1,7 @@
 """What ``import spconv.pytorch as spconv`` serves."""
 
-from sparseconv.interop.installing import resolve
-from sparseconv.interop.spconv import hash
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.pytorch import functional, modules, ops
+from sparseconv.interop.spconv.pytorch import functional, ops
 from sparseconv.interop.spconv.pytorch.conv import (
     SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d, SparseConvTranspose1d, SparseConvTranspose2d,
     SparseConvTranspose3d, SparseConvTranspose4d, SparseInverseConv1d, SparseInverseConv2d, SparseInverseConv3d,
@@ -18,14 +16,6 @@ from sparseconv.interop.spconv.pytorch.pool import (
     SparseAvgPool1d, SparseAvgPool2d, SparseAvgPool3d, SparseAvgPool4d, SparseGlobalAvgPool, SparseGlobalMaxPool,
     SparseMaxPool1d, SparseMaxPool2d, SparseMaxPool3d, SparseMaxPool4d
 )  # fmt: skip
-
-for _name, _module in {
-    "hash": hash,
-    "identity": modules,
-    "spatial": modules,
-    "tables": modules,
-}.items():  # which have no files here
-    resolve(f"{__name__}.{_name}", _module)
 
 __all__ = [
     "AddTable", "AddTableMisaligned", "ConcatTable", "ConvAlgo", "Identity", "JoinTable", "RemoveGrid",

@@ -75,7 +75,8 @@ def conv3d(
         for name, sizes in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation))
     )
     check_values("weight", weight, "(V, C_in, C_out)")
-    pad, caches = tuple(axes(padding, 3, "padding")), checked(input)._caches
+    pad = tuple(axes(padding, 3, "padding"))
+    checked(input)
     if weight.ndim not in (2, 3) or weight.shape[-2] != input.feats.shape[1]:
         raise ValueError(
             f"weight must be (V, C_in, C_out), or (C_in, C_out) for one tap; got {tuple(weight.shape)} for features "
@@ -89,118 +90,121 @@ def conv3d(
         product = input.feats @ weight.reshape(weight.shape[-2:])
         return input.like(product if bias is None else product + bias.to(product.dtype))
     taps = weight if weight.ndim == 3 else weight[None]
-    if tracing():
-        size = trace_constants(kernel), trace_constants(steps), trace_constants(pad), trace_constants(gap)
-        modes = geometry.Modes.of(config)
-        made = None if generative else _recorded(input, caches, taps, bias, *size, modes, transposed)
-        given = input, weight, kernel_size, bias, stride, padding, dilation, config, transposed, generative
-        return transforms.eagerly(conv3d, *given) if made is None else made
-    finer = divided(input.stride, steps)
-    if transposed and not generative:
-        plan = caches.kmaps.get((finer, kernel, steps, gap))
-        known = caches.cmaps.pair(finer)
-        if plan is None or known is None:
-            raise ValueError(
-                f"no layer before this one went from stride {written(finer)} with kernel size {kernel}, stride {steps} "
-                f"and dilation {gap}: a transposed layer undoes such a layer; there are {_listed(caches.kmaps)}"
-            )
-        if plan.target is not input.grid and not torch.equal(plan.target.coords, input.grid.coords):
-            raise ValueError(
-                f"the layer that went from stride {written(finer)} with kernel size {kernel}, stride {steps} and "
-                f"dilation {gap} led to other voxels ({len(plan.target)}) than the input's ({len(input.grid)}): a "
-                "transposed layer undoes a layer on the same voxels"
-            )
-        feats = plan.transpose().execute(input.feats, taps, bias)
-        return _made(input, feats, _coords_of(plan.source, known[0], caches, finer), finer, known[1])
-    if generative:
-        if get_version() is Version.LAST and not all(isinstance(axis, int) for axis in finer):
-            raise ValueError(
-                "coordinates are multiples of the stride, which a generative layer divides without a remainder: "
-                f"{written(input.stride)} by {steps}"
-            )
-        plan = geometry.generated(input.grid, kernel, steps, gap, input.spatial_range)
-        feats = plan.execute(input.feats, taps, bias)
-        caches.kmaps, caches.hashmaps = {}, {}
-        coords = outer(plan.target, finer)
-        caches.cmaps[finer] = coords, input.spatial_range
-        made = _made(input, feats, coords, finer, input.spatial_range)
-        made.keep(plan.target)
+    size = trace_constants(kernel), trace_constants(steps), trace_constants(pad), trace_constants(gap)
+    modes = geometry.Modes.of(config)
+    if not tracing():
+        run = _generated if generative else _undone if transposed else _convolved
+        return run(input, input.grid, taps, bias, *size, modes)  # type: ignore[return-value]
+    grid, made = None if generative else input.known_grid(), None
+    if grid is not None:
+        run = _undone if transposed else _convolved
+        made = run(input, grid, geometry.boxed(taps, size[0]), bias, *size, modes)
+    if made is not None:
         return made
-    caches.cmaps.setdefault(input.stride, (input.coords, input.spatial_range))
-    coarser = multiplied(input.stride, steps)
-    key, grid, extent = (input.stride, kernel, steps, gap), input.grid, input.spatial_range
-    plan = caches.kmaps.get(key)
-    if plan is None or plan.source is not grid:
-        if steps == (1, 1, 1):
-            plan = geometry.submanifold(grid, kernel, gap, geometry.Modes.of(config))
-        else:
-            plan, extent = geometry.strided(grid, kernel, steps, pad, gap, extent, geometry.Modes.of(config))
-            caches.cmaps[input.stride] = input.coords, input.spatial_range
-        caches.kmaps[key] = plan
-    feats = plan.execute(input.feats, taps, bias)
-    if steps == (1, 1, 1):
-        return input.like(feats)
-    held, known = caches.grids.get(coarser), caches.cmaps.pair(coarser)
-    is_ours = held is not None and held[3] is plan.target and is_unmodified(*held[:3])
-    if is_ours and known is not None and known[0] is caches.grids[coarser][0]:
-        return _made(input, feats, known[0], coarser, known[1])
-    made = _made(input, feats, outer(plan.target, coarser), coarser, extent)
-    caches.cmaps.setdefault(coarser, (made.coords, extent))
-    made.keep(plan.target)
-    return made
+    given = input, weight, kernel_size, bias, stride, padding, dilation, config, transposed, generative
+    return transforms.eagerly(conv3d, *given)
 
 
-def _recorded(
+def _convolved(
     input: SparseTensor,
-    caches: Any,
-    taps: torch.Tensor,
-    bias: torch.Tensor | None,
+    grid: VoxelGrid,
+    taps: Any,
+    bias: Any,
     kernel: Ints,
     steps: Ints,
     pad: Ints,
     gap: Ints,
-    modes: geometry.Modes,
-    transposed: bool,
+    modes: Any,
 ) -> SparseTensor | None:
-    """What a layer does while torch traces; None where it must not be traced, or has an error to tell."""
-    stride = trace_constants(input.stride)  # type: ignore[arg-type]
-    held = caches.grids.get(stride)
-    if held is None or held[0] is not input.coords:
-        return None
-    grid, taps = held[1], geometry.boxed(taps, kernel)
-    if transposed:
-        finer = tuple([a // b for a, b in zip(stride, steps)])
-        plan, known = caches.kmaps.get((finer, kernel, steps, gap)), caches.cmaps.get(finer)
-        if plan is None or known is None or plan.target is not grid:
-            return None
-        feats = plan.transpose().execute(input.feats, taps, bias)
-        return SparseTensor.made(feats, known[0], finer, known[1], caches)
+    """A layer from a grid to itself, or to coarser voxels; None where torch traces and nobody knows those."""
+    caches, stride = input._caches, trace_constants(input.stride)  # type: ignore[arg-type]
     if stride not in caches.cmaps:
         caches.cmaps[stride] = input.coords, input.spatial_range
     key = stride, kernel, steps, gap
-    plan, extent = caches.kmaps.get(key), input.spatial_range
+    plan, coarser = caches.kmaps.get(key), multiplied(stride, steps)
+    is_new = plan is None or plan.source is not grid
     if steps == (1, 1, 1):
-        if plan is None or plan.source is not grid:
+        if is_new:
             plan = caches.kmaps[key] = geometry.submanifold(grid, kernel, gap, modes)
-        return SparseTensor.made(plan.execute(input.feats, taps, bias), input.coords, stride, extent, caches)
-    coarser = tuple([a * b for a, b in zip(stride, steps)])
-    if plan is None or plan.source is not grid:
-        found = geometry.strided_in_trace(grid, kernel, steps, pad, gap, extent, modes)
+        return input.like(plan.execute(input.feats, taps, bias))
+    held, known, extent = caches.grids.get(coarser), caches.pair(coarser), None
+    if is_new:
+        found = geometry.strided(grid, kernel, steps, pad, gap, input.spatial_range, modes)
         if found is None:
             return None
         plan, extent = found
-        caches.kmaps[key] = plan
-        caches.cmaps[stride] = input.coords, input.spatial_range
-        coords = outer(plan.target, coarser)
-        if coarser not in caches.cmaps:
-            caches.cmaps[coarser] = coords, extent
-        caches.grids[coarser] = coords, plan.target
-    elif coarser not in caches.grids or caches.grids[coarser][1] is not plan.target:
-        return None
-    else:
-        extent = caches.cmaps[coarser][1]
+        caches.kmaps[key], caches.cmaps[stride] = plan, (input.coords, input.spatial_range)
+    elif known is not None:
+        extent = known[1]
     feats = plan.execute(input.feats, taps, bias)
-    return SparseTensor.made(feats, caches.grids[coarser][0], coarser, extent, caches)
+    is_ours = held is not None and known is not None and held[3] is plan.target and known[0] is held[0]
+    if is_ours and is_unmodified(*held[:3]):
+        return SparseTensor.made(feats, known[0], coarser, known[1], caches)
+    made = SparseTensor.made(feats, outer(plan.target, coarser), coarser, extent, caches)
+    if known is None:
+        caches.cmaps[coarser] = made.coords, extent
+    made.keep(plan.target)
+    return made
+
+
+def _undone(
+    input: SparseTensor,
+    grid: VoxelGrid,
+    taps: Any,
+    bias: Any,
+    kernel: Ints,
+    steps: Ints,
+    pad: Ints,
+    gap: Ints,
+    modes: Any,
+) -> SparseTensor | None:
+    """A layer onto the voxels that an earlier one started from; None where torch traces and there is an error."""
+    caches, finer = input._caches, divided(trace_constants(input.stride), steps)  # type: ignore[arg-type]
+    plan, known = caches.kmaps.get((finer, kernel, steps, gap)), caches.pair(finer)
+    is_unknown = plan is None or known is None
+    if tracing() and (is_unknown or plan.target is not grid):
+        return None
+    if is_unknown:
+        raise ValueError(
+            f"no layer before this one went from stride {written(finer)} with kernel size {kernel}, stride {steps} "
+            f"and dilation {gap}: a transposed layer undoes such a layer; there are {_listed(caches.kmaps)}"
+        )
+    if plan.target is not grid and not torch.equal(plan.target.coords, grid.coords):
+        raise ValueError(
+            f"the layer that went from stride {written(finer)} with kernel size {kernel}, stride {steps} and "
+            f"dilation {gap} led to other voxels ({len(plan.target)}) than the input's ({len(grid)}): a "
+            "transposed layer undoes a layer on the same voxels"
+        )
+    feats = plan.transpose().execute(input.feats, taps, bias)
+    coords = known[0] if tracing() else _coords_of(plan.source, known[0], caches, finer)
+    return SparseTensor.made(feats, coords, finer, known[1], caches)
+
+
+def _generated(
+    input: SparseTensor,
+    grid: VoxelGrid,
+    taps: Any,
+    bias: Any,
+    kernel: Ints,
+    steps: Ints,
+    pad: Ints,
+    gap: Ints,
+    modes: Any,
+) -> SparseTensor:
+    """A layer onto all finer voxels that it reaches."""
+    caches, finer = input._caches, divided(input.stride, steps)
+    if get_version() is Version.LAST and not all(isinstance(axis, int) for axis in finer):
+        raise ValueError(
+            "coordinates are multiples of the stride, which a generative layer divides without a remainder: "
+            f"{written(input.stride)} by {steps}"
+        )
+    plan = geometry.generated(grid, kernel, steps, gap, input.spatial_range)
+    feats = plan.execute(input.feats, taps, bias)
+    caches.kmaps, caches.hashmaps = {}, {}
+    made = SparseTensor.made(feats, outer(plan.target, finer), finer, input.spatial_range, caches)
+    caches.cmaps[finer] = made.coords, input.spatial_range
+    made.keep(plan.target)
+    return made
 
 
 def _listed(kmaps: dict) -> str:
@@ -215,12 +219,6 @@ def _coords_of(grid: VoxelGrid, known: torch.Tensor, caches: TensorCache, stride
     if grid.count is not None or torch.equal(inner(known, stride).int(), grid.coords):
         return known
     return outer(grid, stride)
-
-
-def _made(input: SparseTensor, feats: torch.Tensor, coords: torch.Tensor, stride: Any, extent: Any) -> SparseTensor:
-    made = SparseTensor(feats, coords, stride, extent)
-    made._caches = input._caches
-    return made
 
 
 def spdownsample(
@@ -259,7 +257,8 @@ def spdownsample(
             extent = (1, *((n - 1) * s + k - 2 * p for n, s, k, p in ends))
         grid = VoxelGrid(inner(coords, tuple(own)), duplicates="first")
         modes = geometry.Modes.of({"kmap_mode": "hashmap", "downsample_mode": downsample_mode})
-        made = outer(geometry.strided(grid, kernel, steps, tuple(pad), (1, 1, 1), extent, modes)[0].target, whole)
+        plan: Any = geometry.strided(grid, kernel, steps, tuple(pad), (1, 1, 1), extent, modes)
+        made = outer(plan[0].target, whole)
         cells = made.roll(1, 1) if last else made
     found = floor_to_int32("coords", torch.unique(cells, dim=0))
     return found.roll(-1, 1) if last else found
