@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparseconv import transforms
-from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.registry import choose
+from sparseconv.backends.base import Backend, Request, choose
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.torch_private import (
     any_autocast,
@@ -35,7 +34,6 @@ from sparseconv.torch_private import (
     exporting,
     functional,
     is_batch_of_cotangents,
-    unwrap_dead,
 )
 
 #: a kernel map, or the tensor that stands for it
@@ -95,20 +93,16 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return not dispatch_modes() and not transforms.forward_mode()
 
 
-def _in_autocast(x: torch.Tensor) -> bool:
-    return any_autocast() and torch.is_autocast_enabled(x.device.type)
-
-
 def is_direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether a call may run its kernel as things are: `is_plain`, and no autocast would cast what is within it."""
-    return is_plain(x, *others) and not _in_autocast(x)
+    return is_plain(x, *others) and not (any_autocast() and torch.is_autocast_enabled(x.device.type))
 
 
 def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """run(*args) with autocast off, the operands being cast already; torch's own context costs as much as a layer."""
-    if not _in_autocast(x):
-        return run(*args)
     kind = x.device.type
+    if not (any_autocast() and torch.is_autocast_enabled(kind)):
+        return run(*args)
     torch.set_autocast_enabled(kind, False)
     try:
         return run(*args)
@@ -133,14 +127,11 @@ def _call(function: type[_Operator], *args: Any) -> torch.Tensor:
 def _run(function: type[_Operator], kernel: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """What a kernel of an operator returns, as a node of autograd's graph where a gradient is wanted."""
     count = function.num_tensors
-    tensors, node = args[:count], function.eager
-    if not torch.is_grad_enabled() or not any([t is not None and t.requires_grad for t in tensors]):
-        return kernel(*args)
-    if unwrap_dead is None:
-        return node.apply(*tensors, args[count], args[count + 1 :])
-    # without the look of ``apply`` for functional transforms, which takes 2 us: what an ended one wrapped is unwrapped
-    tensors = tuple([t if t is None else unwrap_dead(t) for t in tensors])
-    return super(torch.autograd.Function, node).apply(*tensors, args[count], args[count + 1 :])  # type: ignore[misc]
+    if torch.is_grad_enabled():
+        for t in args[:count]:
+            if t is not None and t.requires_grad:
+                return function.eager.apply(*args[: count + 1], args[count + 1 :])
+    return kernel(*args)
 
 
 # ---- derivatives
@@ -189,11 +180,6 @@ class _Operator(torch.autograd.Function):
             return cls.kernel(*inputs[:-1], *inputs[-1])
         return cls.forward(*inputs)
 
-    @staticmethod
-    def kept(ctx: Any) -> tuple[Any, Any, Edges]:
-        one, other, *edges = ctx.saved_tensors
-        return one, other, edges[0] if edges else ctx.edges
-
     @classmethod
     def jvp(cls, ctx: Any, *tangents: Any) -> torch.Tensor:
         """The derivative along tangents of both factors and of the bias, for forward mode."""
@@ -222,7 +208,8 @@ class _Convolution(_Operator):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        x, weight, edges = _Operator.kept(ctx)
+        x, weight, *kept = ctx.saved_tensors
+        edges = kept[0] if kept else ctx.edges
         (groups, adjoint, backend), (of_x, of_weight, of_bias, *_) = ctx.rest, ctx.needs_input_grad
         pair = both_gradients((of_x, of_weight), x, weight, grad, edges, ctx.sizes[1], groups, backend, adjoint)
         return *pair, grad.sum(0) if of_bias else None, None, None
@@ -233,7 +220,8 @@ class _WeightGradient(_Operator):
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
-        x, grad, edges = _Operator.kept(ctx)
+        x, grad, *kept = ctx.saved_tensors
+        edges = kept[0] if kept else ctx.edges
         (groups, _, backend), (of_x, of_grad, *_) = ctx.rest, ctx.needs_input_grad
         grad_x = _call(_Convolution, grad, cotangent, None, edges, groups, True, backend) if of_x else None
         grad_grad = _call(_Convolution, x, cotangent, None, edges, groups, False, backend) if of_grad else None

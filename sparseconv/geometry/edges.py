@@ -32,11 +32,11 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     identity, mirror = None, None
     if coarse is fine:
         identity, mirror = window.symmetry if torus is None else symmetry(window, torus)
+    sizes = fine.num_voxels, coarse.num_voxels, len(window.offsets)
     if fine.coords.is_cuda:
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
         with map_stream() as streams:
             source = _on_gpu().find_edges_on_gpu(fine, coarse.coords, window, torus, most)
-        sizes = source.num_in, coarse.num_voxels, len(window.offsets)
         found = KernelMap(*sizes, source=source, identity_tap=identity, mirror=mirror)
         if streams is not None:
             streams.keep(found)
@@ -44,15 +44,14 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
             found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
         return found
     if torus is None and _on_cpu().serves(fine):
-        pairs = _on_cpu().find_edges(fine, coarse, window.stride, window.offsets)
+        pairs = _on_cpu().find_edges(fine, coarse, window)
         if pairs is not None:
-            sizes = len(fine), len(coarse), len(window.offsets)
             return KernelMap(*sizes, pairs=pairs, identity_tap=identity, mirror=mirror)
     queries = coarse.coords.long()
-    table = torch.empty(len(window.offsets), len(coarse), dtype=torch.int32, device=fine.device)
-    for tap in range(len(window.offsets)):
+    table = torch.empty(len(window.offsets), len(queries), dtype=torch.int32, device=fine.device)
+    for tap in range(len(table)):
         table[tap] = fine.lookup(wrap(window.fine(queries, tap), torus))
-    return KernelMap(len(fine), len(coarse), len(window.offsets), neighbors=table, identity_tap=identity, mirror=mirror)
+    return KernelMap(*sizes, neighbors=table, identity_tap=identity, mirror=mirror)
 
 
 @cache
@@ -83,26 +82,7 @@ def coarse_grid(
     if fine.count is not None:
         return fine.reached(window, boundary, within, ends, to_fine=False)  # type: ignore[attr-defined]
     torus = torus_of(fine, window, boundary)
-    scale = tuple(float(s) for s in window.stride)
-    known, fills = fine.known_box
-    box = window.coarse_bounds(known)
-    whole = within is None or within.encloses(box)
-    found = _reach_on_gpu(fine, window, window.coarse_torus(torus), None if whole else within, to_fine=False)
-    if found is not None:
-        if torus is not None or fine.is_shared or len(found) == 0:
-            grid = fine._like(found, scale)
-        else:
-            box = box if within is None else box.intersect(within)
-            grid = fine._known(found, box, scale, fills and whole and window.sees_all)
-            grid.cells  # noqa: B018 (on its way)
-        return fits(grid, fine, window, boundary)
-    inner = box if within is None else box.intersect(within)
-    if torus is None and (compiled := _reach_on_cpu(fine, window, inner, scale, to_fine=False)) is not None:
-        return fits(compiled, fine, window, boundary)
-    coords = wrap(fine.coords.long(), torus)
-    folded, kept = window.coarse_torus(torus), None if whole else within
-    seen = unique_coords(reached(coords, window, to_fine=False, torus=folded, within=kept))
-    return fits(fine._like(seen, scale), fine, window, boundary)
+    return fits(_reached_grid(fine, window, torus, within, to_fine=False), fine, window, boundary)
 
 
 @transforms.untraced
@@ -114,48 +94,39 @@ def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
         check_coarse(coarse, window, torus)
     if coarse.count is not None:
         return coarse.reached(window, boundary, to_fine=True)  # type: ignore[attr-defined]
-    if boundary.kind == "forbid" and boundary.extent is None:
+    within = boundary.extent if boundary.kind == "forbid" else None
+    if boundary.kind == "forbid" and within is None:
         raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
-    found = _reach_on_gpu(coarse, window, torus, boundary.extent if boundary.kind == "forbid" else None, to_fine=True)
-    if found is not None:
-        scale = tuple(1 / s for s in window.stride)
-        if torus is not None or boundary.kind == "forbid" or coarse.is_shared:
-            return coarse._like(found, scale)
-        known, fills = coarse.known_box
-        grid = coarse._known(found, window.fine_extent(known), scale, fills)
-        grid.cells  # noqa: B018 (on its way)
-        return grid
-    kept = boundary.extent if boundary.kind == "forbid" else None
-    scale = tuple(1 / s for s in window.stride)
-    box = window.fine_extent(coarse.known_box[0])
-    inner = box if kept is None else box.intersect(kept)
-    if torus is None and (compiled := _reach_on_cpu(coarse, window, inner, scale, to_fine=True)) is not None:
-        return compiled
-    seen = unique_coords(reached(coarse.coords, window, to_fine=True, torus=torus, within=kept))
-    return coarse._like(seen, scale)
+    return _reached_grid(coarse, window, torus, within, to_fine=True)
 
 
-def _reach_on_gpu(
-    grid: VoxelGrid, window: Window, torus: IndexRange | None, within: IndexRange | None = None, *, to_fine: bool
-) -> torch.Tensor | None:
-    """What the window reaches from a grid on a GPU, (M, 1+D) int32; None elsewhere, and where keys are too short."""
-    if grid.device.type != "cuda" or len(grid) == 0:
-        return None
-    from sparseconv.geometry.gpu.reached import reach  # Triton is loaded where it is used
+def _reached_grid(
+    grid: VoxelGrid, window: Window, torus: IndexRange | None, within: IndexRange | None, *, to_fine: bool
+) -> VoxelGrid:
+    """What the window reaches from a grid, ``within`` a box; ``torus`` is that of the fine voxels."""
+    known, fills = grid.known_box
+    box = window.fine_extent(known) if to_fine else window.coarse_bounds(known)
+    if within is not None:
+        within, box = None if within.encloses(box) else within, box.intersect(within)
+    scale = tuple(1 / s if to_fine else float(s) for s in window.stride)
+    folded, found = torus if to_fine else window.coarse_torus(torus), None
+    if grid.device.type == "cuda" and len(grid):
+        from sparseconv.geometry.gpu.reached import reach  # Triton is loaded where it is used
 
-    size = grid.batch_size, window.offsets, window.stride, torus
-    return reach(grid.coords, grid.known_box[0], *size, to_fine=to_fine, within=within)
-
-
-def _reach_on_cpu(
-    grid: VoxelGrid, window: Window, box: IndexRange, scale: tuple[float, ...], *, to_fine: bool
-) -> VoxelGrid | None:
-    """The grid of what the window reaches within a box on no torus, by compiled loops; None where they do not serve."""
-    compiled = _on_cpu()
-    if not len(grid) or grid.is_shared or not compiled.serves(grid) or outside(box):
-        return None
-    found: tuple[torch.Tensor, IndexRange] | None = compiled.reached_voxels(grid, window, box, to_fine=to_fine)
-    return None if found is None else grid._known(*found, scale, True)
+        size = grid.batch_size, window.offsets, window.stride, folded
+        found = reach(grid.coords, known, *size, to_fine=to_fine, within=within)
+    if found is not None and torus is None and not grid.is_shared and len(found):
+        made = grid._known(found, box, scale, fills and within is None and (to_fine or window.sees_all))
+        made.cells  # noqa: B018 (on its way)
+        return made
+    if torus is None and len(grid) and not grid.is_shared and not outside(box) and _on_cpu().serves(grid):
+        listed = _on_cpu().reached_voxels(grid, window, box, to_fine=to_fine)
+        if listed is not None:
+            return grid._known(*listed, scale, True)
+    if found is None:  # past the keys of a GPU, on a torus, and where no compiled loop serves
+        coords = grid.coords if to_fine else wrap(grid.coords.long(), torus)
+        found = unique_coords(reached(coords, window, to_fine=to_fine, torus=folded, within=within))
+    return grid._like(found, scale)
 
 
 def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,11 +12,12 @@ from sparseconv import transforms
 from sparseconv.device_mixin import Movable
 from sparseconv.geometry.arguments import checked_device
 from sparseconv.geometry.gpu.lists import WorkLists
-from sparseconv.gpu.streams import StreamEvent, edge_stream, map_stream
+from sparseconv.gpu.streams import edge_stream, map_stream
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Int64, Integer
 
+    from sparseconv.geometry.gpu.edge_lists import FoundEdges, ReversedEdges
     from sparseconv.products import SparseProductInfo
 
 
@@ -26,52 +27,6 @@ class MapSizes(NamedTuple):
     num_in: int
     num_out: int
     num_pairs: int
-
-
-class EdgeSource(Protocol):
-    """Edges that a search has found and can write down in either form."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def padded(self) -> bool:
-        """Whether more pairs are written than there are edges, whose number the host does not know."""
-
-    @property
-    def moment(self) -> StreamEvent | None:
-        """When their search was launched, in a run whose maps have streams of their own."""
-
-    @property
-    def is_halved(self) -> bool:
-        """Whether it can write down the pairs of half of the taps alone, see `KernelMap.half_pairs`."""
-
-    @property
-    def neighbors(self) -> torch.Tensor:
-        """(K, N_out) int32, -1 where there is none."""
-
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """in_rows, out_rows and tap_offsets."""
-
-    def table_of(
-        self, in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor, num_out: int
-    ) -> torch.Tensor:
-        """`neighbors` of edges that were written down by tap."""
-
-    def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """in_rows and out_rows of the taps up to the middle one, and the tap_offsets of all."""
-
-    def offsets(self) -> torch.Tensor:
-        """tap_offsets; writes no edges down."""
-
-    def counts(self) -> tuple[int, ...]:
-        """The edges of each tap, on the host; writes none down."""
-
-    def total(self) -> int:
-        """The number of edges."""
-
-    def reversed(self) -> EdgeSource:
-        """The same edges with input and output exchanged."""
 
 
 if TYPE_CHECKING:
@@ -126,7 +81,7 @@ class KernelMap(Movable):
         *,
         neighbors: Int32[torch.Tensor, "K N_out"] | None = None,
         pairs: tuple[Int32[torch.Tensor, " P"], Int32[torch.Tensor, " P"], Int64[torch.Tensor, " K+1"]] | None = None,
-        source: EdgeSource | None = None,
+        source: FoundEdges | ReversedEdges | None = None,
         identity_tap: int | None = None,
         mirror: tuple[int, ...] | None = None,
     ) -> None:
@@ -218,7 +173,7 @@ class KernelMap(Movable):
 
     def list_pairs(self) -> None:
         """Write a padded map's pairs now, for a gradient to come: a fault that they raise is then known before it."""
-        if self.padded:
+        if self.source is not None and self.source.padded:
             self.half_pairs if self.is_halved else self.pairs  # noqa: B018 (kept)
 
     @property

@@ -32,11 +32,8 @@ class KeySpace:
                 f"the extent {' x '.join(map(str, self.size))} (batch first) has {volume:.3g} cells, but 64-bit keys "
                 "number fewer than 2^63: remove far-off outliers, use larger voxels, or split the scene"
             )
-
-    @property
-    def factors(self) -> Ints:
-        """By how much a step along each axis changes a key, the batch first."""
-        return tuple(accumulate(self.size[:0:-1], int.__mul__, initial=1))[::-1]
+        #: by how much a step along each axis changes a key, the batch first
+        self.factors: Ints = tuple(accumulate(self.size[:0:-1], int.__mul__, initial=1))[::-1]
 
     def contains(self, coords: torch.Tensor) -> torch.Tensor:
         """Which rows of coords (M, 1+D) have a key, (M,) bool."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.backends.registry import check_backend
+from sparseconv.backends.base import check_backend
 from sparseconv.compiler import traced as traced
 from sparseconv.geometry.arguments import no_batch
 from sparseconv.geometry.edges import torus_of

@@ -11,8 +11,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd import Edges, convolution, edges_tensor
-from sparseconv.backends.base import Request
-from sparseconv.backends.registry import check_backend, choose
+from sparseconv.backends.base import Request, check_backend, choose
 from sparseconv.device_mixin import Movable
 from sparseconv.geometry.arguments import check_box, no_batch, rows_of_points
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits, inside
@@ -24,7 +23,8 @@ from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_device, check_count, check_tensor, shortened
 from sparseconv.plan.explain import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
-from sparseconv.plan.weights import PackedWeights, by_tap, pack, packed, packed_as, unpacked
+from sparseconv.plan.packed_weights import PackedWeights, pack
+from sparseconv.plan.weights import by_tap, packed, packed_as
 from sparseconv.torch_private import any_autocast, tracing
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class ConvolutionPlan(Movable):
     ) -> Explanation:
         """Which backend would execute this and why, what the others said, and what it costs; print it."""
         check_tensor("x", x)
-        given = unpacked(weight, self.kernel_size, self.window.offsets, self.groups, x)
+        given = weight if not isinstance(weight, PackedWeights) else self._taps_of(weight, x)
         check_tensor("weight", given)
         taps = by_tap(given, self.kernel_size, self.num_taps)
         return explain(repr(self), self.backend, self.request(taps.shape[1] * self.groups, taps.shape[2], x.dtype))
@@ -316,22 +316,20 @@ class ConvolutionPlan(Movable):
         weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"] | PackedWeights,
         bias: Float[torch.Tensor, " C_out"] | None = None,
         residual: Float[torch.Tensor, "N_out C_out"] | None = None,
-    ) -> tuple[
-        Float[torch.Tensor, "N_in C_in"],
-        Float[torch.Tensor, "K C_in/G C_out"],
-        Float[torch.Tensor, " C_out"] | None,
-        Float[torch.Tensor, "N_out C_out"] | None,
-    ]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         transforms.check_not_recorded()
-        given = unpacked(weight, self.kernel_size, self.window.offsets, self.groups, x)
+        given = weight if not isinstance(weight, PackedWeights) else self._taps_of(weight, x)
         check_places(self.kernel_map.device, x, given, bias, residual)
         taps = by_tap(given, self.kernel_size, self.kernel_map.num_taps)
         if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
             x, taps, bias, residual = autocast(x, taps, bias, residual)
-        taps = packed(taps)
+        taps = taps if taps.is_contiguous() else packed(taps)
         check_operands(self.kernel_map, self.groups, x, given, taps, bias, residual)
         return x, taps, bias, residual
+
+    def _taps_of(self, weight: PackedWeights, x: object) -> torch.Tensor:
+        return weight.for_call(self.kernel_size, self.window.offsets, self.groups, x)
 
     def localize(self, x: Shaped[torch.Tensor, "N_in ..."]) -> tuple[Shaped[torch.Tensor, "N_in ..."], ConvolutionPlan]:
         """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparseconv.backends.base import Request
-from sparseconv.backends.registry import backend, choose, refusals
+from sparseconv.backends.base import Request, backend, choose, refusals
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,7 +41,7 @@ class Explanation:
 
 
 def explain(plan: str, wanted: str, request: Request) -> Explanation:
-    """Ask every backend about a request of a plan in words, as the registry would for the ``wanted`` backend.
+    """Ask every backend about a request of a plan in words, as `choose` does for the ``wanted`` backend.
 
     Raises ValueError where none can serve it.
     """

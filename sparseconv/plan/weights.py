@@ -1,125 +1,17 @@
-"""The layouts a weight may come in, and weights that were packed once."""
+"""The layouts that a weight may come in, and copies of one that live for one call."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparseconv.gpu.streams import current
-from sparseconv.kinds import as_device, check_tensor, warn
-
-if TYPE_CHECKING:
-    from jaxtyping import Shaped
-
-#: which tap each of the first axis of a packed weight is: taps along each axis, or an explicit list of their offsets
-Taps = tuple[int, ...] | tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PackedWeights:
-    """A weight as kernels read it, (K, C_in/G, C_out) and contiguous: a copy, made once by `ConvolutionPlan.pack`.
-
-    `ConvolutionPlan.execute` takes it in the place of the weight, on any plan with the same taps and groups, and copies
-    nothing. It keeps the numbers that the weight had when it was packed: pack anew what was trained since. It has no
-    gradient, so one that was made of a tensor that requires a gradient is refused where gradients are recorded.
-
-    >>> import sparseconv as sc
-    >>> plan = sc.ConvolutionPlan(sc.VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1]])), 3)
-    >>> weight = torch.ones(8, 4, 3, 3)
-    >>> packed = plan.pack(weight)
-    >>> packed
-    PackedWeights(kernel_size (3, 3), 4 -> 8 channels, torch.float32, cpu)
-    >>> torch.equal(plan.execute(torch.ones(2, 4), packed), plan.execute(torch.ones(2, 4), weight))
-    True
-    """
-
-    _tensor: Shaped[torch.Tensor, "*shape"]
-    _taps: Taps
-    _groups: int
-    _learns: bool
-
-    @property
-    def shape(self) -> torch.Size:
-        """(K, C_in/G, C_out)."""
-        return self._tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensor.device
-
-    def to(self, device: torch.device | str) -> PackedWeights:
-        """These weights on another device; themselves if they are there."""
-        there = self._tensor.to(as_device(device))
-        return self if there is self._tensor else PackedWeights(there, self._taps, self._groups, self._learns)
-
-    def __repr__(self) -> str:
-        _, c_in, c_out = self.shape
-        groups = f" in {self._groups} groups" if self._groups > 1 else ""
-        return (
-            f"PackedWeights({_named(self._taps)}, {c_in * self._groups} -> {c_out} channels{groups}, {self.dtype}, "
-            f"{self.device})"
-        )
-
-
-def _named(taps: Taps) -> str:
-    return f"{len(taps)} explicit taps" if isinstance(taps[0], tuple) else f"kernel_size {taps}"
-
-
-def pack(weight: torch.Tensor, kernel: Sequence[int] | None, offsets: Taps, groups: int) -> PackedWeights:
-    """A weight in any accepted layout, packed for plans of these taps."""
-    check_tensor("weight", weight)
-    if not weight.is_floating_point():
-        raise TypeError(f"weight must be floating point; got {weight.dtype}")
-    taps = by_tap(weight, None if kernel is None else tuple(kernel), len(offsets))
-    with torch.inference_mode(False), torch.no_grad():  # so that a later call can save it for an input's gradient
-        copied = taps.clone(memory_format=torch.contiguous_format)
-    return PackedWeights(copied, offsets if kernel is None else tuple(kernel), groups, weight.requires_grad)
-
-
-def unpacked(weight: Any, kernel: tuple[int, ...] | None, offsets: Taps, groups: int, x: object) -> Any:
-    """What a call with ``x`` was given as weight; its taps (K, C_in/G, C_out) where it was packed.
-
-    Raises:
-        ValueError: packed for other taps or groups, or for a gradient that it would not give.
-        TypeError: packed in another dtype than that of the call.
-    """
-    if not isinstance(weight, PackedWeights):
-        return weight
-    taps = offsets if kernel is None else kernel
-    if weight._taps != taps:
-        raise ValueError(
-            f"the plan has {_named(taps)}, but these weights were packed for {_named(weight._taps)}: pack them by "
-            "this plan"
-        )
-    if weight._groups != groups:
-        raise ValueError(
-            f"the plan has groups={groups}, but these weights were packed for {weight._groups}: pack them by this plan"
-        )
-    if weight._learns and torch.is_grad_enabled():
-        raise ValueError(
-            "these packed weights were made of a tensor that requires a gradient, and would give it none: execute "
-            "under torch.no_grad(), pass the weight itself, or pack weight.detach()"
-        )
-    if isinstance(x, torch.Tensor) and x.is_floating_point():
-        wanted = x.dtype
-        if torch.is_autocast_enabled(x.device.type) and wanted != torch.float64:
-            wanted = torch.get_autocast_dtype(x.device.type)
-        if wanted != weight.dtype:
-            raise TypeError(
-                f"the call computes in {wanted}, but these weights were packed in {weight.dtype}: pack "
-                f"weight.to({wanted})"
-            )
-    return weight._tensor
+from sparseconv.kinds import warn
 
 
 def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Every backend over every case: values, gradients, bits. A new backend is picked up from the registry."""
+"""Every backend over every case: values, gradients, bits. A new backend is picked up from `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.registry import BACKENDS, backend, choose
+from sparseconv.backends.base import BACKENDS, backend, choose
 from tests import oracle
 from tests.cases import CASES, TOLERANCE, Case, build, error, named, operands
 

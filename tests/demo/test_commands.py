@@ -59,7 +59,7 @@ def test_help_needs_no_torch(asked):
 
 
 def test_info_names_versions_and_every_backend():
-    from sparseconv.backends.registry import BACKENDS
+    from sparseconv.backends.base import BACKENDS
 
     process = outside("info")
     said, complaints = process.communicate(timeout=120)
@@ -175,12 +175,12 @@ def test_a_bare_installation_says_what_a_bug_report_needs(asked):
 def test_a_report_comes_where_something_is_broken(monkeypatch):
     """A backend that cannot even be asked, and a grid that cannot be made, are lines of the report."""
     from sparseconv import geometry, info
-    from sparseconv.backends import registry
+    from sparseconv.backends import base
 
     def broken(name):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(registry, "backend", broken)
+    monkeypatch.setattr(base, "backend", broken)
     assert set(info.backends(torch.device("cpu")).values()) == {
         "no: OSError: libcuda.so.1: cannot open shared object file"
     }

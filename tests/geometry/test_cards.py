@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import sparseconv
-from sparseconv.backends.base import Request
-from sparseconv.backends.registry import backend
+from sparseconv.backends.base import Request, backend
 from sparseconv.geometry import cuda_capability as cards
 from sparseconv.geometry import grid
 

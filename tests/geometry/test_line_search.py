@@ -15,6 +15,7 @@ from sparseconv import VoxelGrid
 from sparseconv.geometry.cpu.compiled import find_edges
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.window import Window
 
 CUBE = tuple(itertools.product((-1, 0, 1), repeat=3))
 WINDOWS = {
@@ -26,6 +27,11 @@ WINDOWS = {
     "cross": ((1, 1, 1), ((0, 0, 1), (0, 0, 0), (1, 0, 0), (-1, 0, 0), (0, 5, 0))),
     "far": ((1, 1, 1), ((0, 0, -40), (0, 0, 40), (0, -40, 39))),
 }
+
+
+def window_of(name: str) -> Window:
+    stride, offsets = WINDOWS[name]
+    return Window.of(3, None, stride, taps=offsets)
 
 
 def grid_of(seed: int, count: int, size: int, batch: int = 2) -> VoxelGrid:
@@ -61,17 +67,17 @@ def searched(fine: VoxelGrid, coarse: VoxelGrid, stride, offsets) -> list[tuple[
 def test_every_window(name, seed, count, size):
     stride, offsets = WINDOWS[name]
     fine, coarse = grid_of(seed, count, size), grid_of(seed + 1, 30, 3)
-    assert listed(find_edges(fine, coarse, stride, offsets)) == searched(fine, coarse, stride, offsets)
-    assert listed(find_edges(fine, fine, stride, offsets)) == searched(fine, fine, stride, offsets)
+    assert listed(find_edges(fine, coarse, window_of(name))) == searched(fine, coarse, stride, offsets)
+    assert listed(find_edges(fine, fine, window_of(name))) == searched(fine, fine, stride, offsets)
 
 
 def test_a_reach_past_63_bits_is_left_to_the_general_search():
     far = 2**30 - 1
     coords = torch.tensor([[0, 0, 0, 0], [0, far, far, 3], [0, far, far, 4]])
     grid = VoxelGrid(coords)
-    assert find_edges(grid, grid, (1, 1, 1), CUBE) is not None
+    assert find_edges(grid, grid, window_of("cube")) is not None
     wide = VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 2**31 - 2, 2**30 - 1, 2]]))
-    assert find_edges(wide, wide, (1, 1, 1), CUBE) is None
+    assert find_edges(wide, wide, window_of("cube")) is None
 
 
 @given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from([torch.int32, torch.int64]))

@@ -92,7 +92,7 @@ def test_no_convolution_is_computed_ahead(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a convolution ran")
 
-    from sparseconv.backends import base, registry  # noqa: F401
+    from sparseconv.backends import base  # noqa: F401
 
     monkeypatch.setattr(sparseconv.autograd, "serving_backend", refuse)
     monkeypatch.setattr(sparseconv.plan.fused, "serving_backend", refuse)

@@ -272,7 +272,7 @@ def _cut(kernel_map: KernelMap, rows: int) -> Chunks:
         else:
             given, (ins, outs) = (ins, outs), (torch.empty_like(ins), torch.empty_like(outs))
             table = torch.zeros(total, dtype=torch.int32)
-            sort_edges()(taps, total, *(t.data_ptr() for t in (ends, *given, table, ins, outs)))
+            sort_edges()(taps, total, *map(Tensor.data_ptr, (ends, *given, table, ins, outs)))
         ins, outs = kernel_map.prepared.setdefault(Chunks, (ins, outs))
         find(taps, len(cuts), *places, outs.data_ptr())
     return Chunks(ins, outs, cuts, bounds)

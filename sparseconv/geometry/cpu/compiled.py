@@ -31,33 +31,34 @@ def serves(grid: VoxelGrid) -> bool:
 class _Lines(NamedTuple):
     """The taps of a window that are searched, as lines along the last axis; see `loops` for the arrays."""
 
-    firsts: tuple[Ints, ...]
+    firsts: torch.Tensor
     cuts: torch.Tensor
     taps: torch.Tensor
     mirrors: torch.Tensor
 
 
 def find_edges(
-    fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints, ...]
+    fine: VoxelGrid, coarse: VoxelGrid, window: Window
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Every edge fine = stride * coarse + offsets[k] as (in_rows, out_rows, tap_offsets); None past 63-bit keys.
+    """Every edge that a window joins as (in_rows, out_rows, tap_offsets); None past 63-bit keys.
 
     In a key space that holds the whole reach of the window, a tap adds a constant to a key, and consecutive taps along
     the last axis add consecutive constants. Keys and queries ascend, so a line of taps is found in one walk along both.
     One walk counts the edges, and a second one writes them. On one grid at stride 1, half of the taps are the other
     half's, reversed: the 27 taps of a submanifold kernel 3 take five lines.
     """
+    stride, offsets = window.stride, window.offsets
     space = _reach(fine, coarse, stride, offsets)
     if space is None:
         return None
-    one_grid = coarse is fine and all([s == 1 for s in stride])
+    one_grid = coarse is fine and not window.is_strided
     keys, rows, _ = _sorted_keys(space, fine, (1,) * fine.rank)
     queries, called, ascend = (keys, rows, True) if one_grid else _sorted_keys(space, coarse, stride)
     lines = _lines(offsets, one_grid)
-    deltas = torch.tensor([sum(map(mul, first, space.factors[1:])) for first in lines.firsts])
+    deltas = (lines.firsts * torch.tensor(space.factors[1:])).sum(1)
     ends, held = torch.empty(len(offsets) + 1, dtype=torch.int64), torch.zeros(len(lines.taps), dtype=torch.int64)
     sizes = len(fine), len(coarse), len(deltas), len(offsets)
-    places = [t.data_ptr() for t in (keys, rows, queries, called, deltas, *lines[1:], held, ends)]
+    places = [*map(torch.Tensor.data_ptr, (keys, rows, queries, called, deltas, *lines[1:], held, ends))]
     search = edge_loop()
     count = search(0, *sizes, *places, None, None)
     ins, outs = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
@@ -145,7 +146,4 @@ def _lines(offsets: tuple[Ints, ...], one_grid: bool) -> _Lines:
     starts = [at for at, (*outer, last) in enumerate(searched) if at == 0 or searched[at - 1] != (*outer, last - 1)]
     taps = [tap_of[offset] for offset in searched]
     mirrors = [-1 if opposite[offset] == tap else opposite[offset] for offset, tap in zip(searched, taps)]
-    return _Lines(
-        tuple(searched[at] for at in starts),
-        *(torch.tensor(numbers) for numbers in ([*starts, len(taps)], taps, mirrors)),
-    )
+    return _Lines(*map(torch.tensor, ([searched[at] for at in starts], [*starts, len(taps)], taps, mirrors)))

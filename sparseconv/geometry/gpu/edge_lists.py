@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -20,11 +20,14 @@ from sparseconv.geometry.gpu.search import (
     neighbor_table,
     search_window,
 )
-from sparseconv.geometry.gpu.table import CoordinateTable
-from sparseconv.geometry.gpu.taps import TapWindow, encode_window, entry_of, look, take
-from sparseconv.geometry.ranges import IndexRange, Ints
+from sparseconv.geometry.gpu.taps import encode_window, entry_of, look, take
 from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
 from sparseconv.gpu.streams import StreamEvent, current
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.grid import VoxelGrid
+    from sparseconv.geometry.ranges import IndexRange
+    from sparseconv.geometry.window import Window
 
 _I32, _I64 = torch.int32, torch.int64
 
@@ -257,33 +260,8 @@ REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 SCATTER = Launcher(scatter_kernel, (_I32, _I32, _I64, _I32, int, int, int))
 
 
-class Rows(Protocol):
-    """A grid, as far as its edges ask: its rows, and the table and search that it keeps of them."""
-
-    coords: torch.Tensor
-
-    @property
-    def cells(self) -> CoordinateTable: ...
-
-    @property
-    def num_voxels(self) -> int: ...
-
-
-class Taps(Protocol):
-    """A window, as far as its edges ask; ``encoded`` keeps it as kernels on a device read it, on no torus."""
-
-    @property
-    def offsets(self) -> tuple[Ints, ...]: ...
-
-    @property
-    def stride(self) -> Ints: ...
-
-    @property
-    def encoded(self) -> dict[int, TapWindow]: ...
-
-
 def find_edges_on_gpu(
-    fine: Rows, coords: torch.Tensor, window: Taps, torus: IndexRange | None, most: int | None = None
+    fine: VoxelGrid, coords: torch.Tensor, window: Window, torus: IndexRange | None, most: int | None = None
 ) -> FoundEdges:
     """The edges that a window joins: fine = stride * coords + offsets[k], folded into the torus if there is one.
 
@@ -302,7 +280,7 @@ def find_edges_on_gpu(
 
 @dataclass(eq=False)
 class FoundEdges:
-    """The edges of one window on a GPU, counted but not written down: an `EdgeSource` of a kernel map.
+    """The edges of one window on a GPU, counted but not written down: the ``source`` of a kernel map.
 
     It owns the search, and lets its scratch memory go once all lists were made (`mark_built`).
     """
@@ -403,7 +381,7 @@ class FoundEdges:
 
 @dataclass(frozen=True, eq=False)
 class ReversedEdges:
-    """Found edges with input and output exchanged: an `EdgeSource` too, in all else the found one."""
+    """Found edges with input and output exchanged; in all else the found ones."""
 
     found: FoundEdges
 
