@@ -32,7 +32,7 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     identity, mirror = None, None
     if coarse is fine:
         identity, mirror = window.symmetry if torus is None else symmetry(window, torus)
-    sizes = fine.num_voxels, coarse.num_voxels, len(window.offsets)
+    sizes = len(fine), len(coarse), len(window.offsets)
     if fine.coords.is_cuda:
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
         with map_stream() as streams:
@@ -107,7 +107,8 @@ def _reached_grid(
     known, fills = grid.known_box
     box = window.fine_extent(known) if to_fine else window.coarse_bounds(known)
     if within is not None:
-        within, box = None if within.encloses(box) else within, box.intersect(within)
+        whole, box = within.encloses(box), box.intersect(within)
+        within = None if whole else within
     scale = tuple(1 / s if to_fine else float(s) for s in window.stride)
     folded, found = torus if to_fine else window.coarse_torus(torus), None
     if grid.device.type == "cuda" and len(grid):
@@ -120,7 +121,7 @@ def _reached_grid(
         made.cells  # noqa: B018 (on its way)
         return made
     if torus is None and len(grid) and not grid.is_shared and not outside(box) and _on_cpu().serves(grid):
-        listed = _on_cpu().reached_voxels(grid, window, box, to_fine=to_fine)
+        listed: tuple[torch.Tensor, IndexRange] | None = _on_cpu().reached_voxels(grid, window, box, to_fine=to_fine)
         if listed is not None:
             return grid._known(*listed, scale, True)
     if found is None:  # past the keys of a GPU, on a torus, and where no compiled loop serves

@@ -13,7 +13,7 @@ from sparseconv import transforms
 from sparseconv.geometry.arguments import INT32, Floats, check_box, check_mask, checked_device
 from sparseconv.geometry.coord_ops import places_of, reached, unique_coords
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
-from sparseconv.geometry.example import BARRIERS, Join, Reach, zeros_for
+from sparseconv.geometry.example import BARRIERS, zeros_for
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import SortedTable
 from sparseconv.geometry.ranges import Boundary, IndexRange
@@ -237,7 +237,7 @@ class FixedGrid(VoxelGrid):
 
     def _example(self, window: Window, boundary: Boundary, within: IndexRange | None, to_fine: bool) -> VoxelGrid:
         """What the example's voxels reach; kept with it."""
-        reached, key = self.example.sizes.reached, Reach(window, boundary, within, to_fine)
+        reached, key = self.example.sizes.reached, (window, boundary, within, to_fine)
         found = reached.get(key)
         if found is None:
             self._may_look()
@@ -258,34 +258,22 @@ class FixedGrid(VoxelGrid):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Voxels (rows, 1+D) int32 on the ``torus`` of the result, dead from the last one on; their number (1,)."""
         if self.device.type == "cuda":
-            return self._reach_on_gpu(window, torus, extent, ends, rows, to_fine)
+            from sparseconv.geometry.gpu.reached import reach_fixed  # Triton is loaded where it is used
+
+            size = self.batch_size, window.offsets, window.stride, torus
+            limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "ends": ends}
+            with no_transforms():  # voxels do not depend on what torch.func differentiates
+                on_gpu = reach_fixed(self.coords, self.extent, *size, **limits, device_count=self.device_count)
+            if on_gpu is None:
+                raise ValueError(f"the extent {extent} has too many cells for a grid of fixed size: give a smaller one")
+            self._kept.append(on_gpu[2])
+            return on_gpu[:2]
         coords = wrap(self.coords[self._real].long(), torus_of(None, window, boundary))
         seen = reached(coords, window, to_fine=to_fine, torus=torus, within=extent)
         found = unique_coords(seen if ends is None else seen[(seen[:, 1:] < ends).all(1)])
         self.fault |= 2 * (len(found) > rows)
         dead = self.coords.new_full((max(0, rows - len(found)), self.coords.shape[1]), -1)
         return torch.cat([found[:rows].int(), dead]), self.count.new_tensor([min(len(found), rows)])
-
-    def _reach_on_gpu(
-        self,
-        window: Window,
-        torus: IndexRange | None,
-        extent: IndexRange,
-        ends: torch.Tensor | None,
-        rows: int,
-        to_fine: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from sparseconv.geometry.gpu.reached import reach_fixed  # Triton is loaded where it is used
-
-        size = self.batch_size, window.offsets, window.stride, torus
-        limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "ends": ends}
-        with no_transforms():  # voxels do not depend on what torch.func differentiates
-            found = reach_fixed(self.coords, self.extent, *size, **limits, device_count=self.device_count)
-        if found is None:
-            raise ValueError(f"the extent {extent} has too many cells for a grid of fixed size: give a smaller one")
-        coords, count, read = found
-        self._kept.append(read)
-        return coords, count
 
     @torch.no_grad()
     def end_at(self, ends: Int32[torch.Tensor, " D"]) -> None:
@@ -296,7 +284,7 @@ class FixedGrid(VoxelGrid):
     def pairs_like(self, coarse: FixedGrid, window: Window, boundary: Boundary) -> int:
         """About how many edges a window joins between this grid, the fine one, and a coarse one: as in the example."""
         other = None if coarse.example is self.example else coarse.example
-        kept, key = self.example.sizes.pairs, Join(other, window, boundary)
+        kept, key = self.example.sizes.pairs, (other, window, boundary)
         pairs = kept.get(key)
         if pairs is None:
             self._may_look()

@@ -134,9 +134,6 @@ class KernelMap(Movable):
         if self.source is not None and (self.padded or "pairs" not in self.__dict__):
             with map_stream():
                 return self.source.neighbors
-        if self.source is not None:
-            with edge_stream(self.source.moment):
-                return self.source.table_of(*self.pairs, self.num_out)
         in_rows, out_rows, _ = self.pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
         table.view(-1)[self.pair_taps.long() * self.num_out + out_rows] = in_rows

@@ -36,10 +36,6 @@ class Arena(list[Pointer]):
         """Bytes before the i-th array."""
         return self._starts[index]
 
-    def length_of(self, index: int) -> int:
-        """Numbers of the i-th array."""
-        return self._lengths[index]
-
     def tensor(self, index: int) -> torch.Tensor:
         """The i-th array as a tensor that keeps the whole arena alive."""
         length = self._lengths[index] * self._dtypes[index].itemsize

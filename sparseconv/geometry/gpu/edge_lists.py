@@ -123,16 +123,6 @@ def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
     return table
 
 
-def table_of_pairs(in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor, num_out: int) -> torch.Tensor:
-    """The table (K, num_out) of edges in lists by tap: table[k, out_rows[e]] = in_rows[e]."""
-    taps, edges = offsets.shape[0] - 1, in_rows.shape[0]
-    table = torch.full((taps, num_out), -1, dtype=torch.int32, device=in_rows.device)
-    if edges:
-        args = (pointer(in_rows), pointer(out_rows), pointer(offsets), pointer(table), edges, num_out, taps)
-        SCATTER(in_rows.device, (ceil_div(edges, REVERSED),), args, (REVERSED,))
-    return table
-
-
 # ---- kernels
 
 
@@ -241,23 +231,9 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
     tl.store(reversed_ptr + tap * num_in + found, row, mask=found >= 0)
 
 
-@triton.jit
-def scatter_kernel(in_rows_ptr, out_rows_ptr, offsets_ptr, table_ptr, edges, num_out, num_taps, BLOCK: tl.constexpr):
-    """table[tap of an edge, its output row] = its input row; edges lie by tap."""
-    edge = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tap = tl.zeros((BLOCK,), tl.int64)
-    for later in range(1, num_taps):
-        tap += edge >= tl.load(offsets_ptr + later)
-    real = edge < edges
-    out_row = tl.load(out_rows_ptr + edge, mask=real, other=0)
-    in_row = tl.load(in_rows_ptr + edge, mask=real, other=0)
-    tl.store(table_ptr + tap * num_out + out_row, in_row, mask=real)
-
-
 OVERFLOW = Launcher(overflow_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
 PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
 REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
-SCATTER = Launcher(scatter_kernel, (_I32, _I32, _I64, _I32, int, int, int))
 
 
 def find_edges_on_gpu(
@@ -339,12 +315,6 @@ class FoundEdges:
         in_rows, out_rows, _ = pairs_of(self.searched(), self.most)
         self.mark_built("pairs")
         return in_rows, out_rows, self.counted.offsets
-
-    def table_of(
-        self, in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor, num_out: int
-    ) -> torch.Tensor:
-        """`neighbors` of edges that were written down, without a search."""
-        return table_of_pairs(in_rows, out_rows, offsets, num_out)
 
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows and out_rows of the first HALF taps, and the tap_offsets of all; waits for the counts alone."""

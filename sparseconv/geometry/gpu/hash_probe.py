@@ -201,42 +201,23 @@ def find(table_ptr, key, wanted, capacity, volume, PACK: tl.constexpr = 1):
 
 
 @triton.jit
-def claim(table_ptr, key, wanted, elsewhere, capacity, volume):
-    """The slot of each wanted key, taken for it if it had none, and whether the key was there before.
-
-    Lanes without a wish compare too, at the slot ``elsewhere``: not all at one.
-    """
-    slot = tl.where(wanted, first_slot(key, capacity, volume), elsewhere)
-    expected = tl.where(wanted, 0, -1).to(tl.int64)  # -1 is never stored: those lanes only read
-    old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
-    known = wanted & (old == key + 1)
-    going = wanted & (old != 0) & (old != key + 1)
-    slot = tl.where(going, before_second_slot(key, capacity), slot)
-    if IS_INTERPRETED:
-        while tl.max(going.to(tl.int32)) > 0:
-            slot = tl.where(going, slot + 1, slot)
-            slot = tl.where(slot == capacity, 0, slot)
-            expected = tl.where(going, 0, -1).to(tl.int64)
-            old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
-            known = known | (going & (old == key + 1))
-            going = going & (old != 0) & (old != key + 1)
-        return slot, known
-    else:
-        slot, later = tl.inline_asm_elementwise(
-            CLAIM_ON, OF_ONE, [table_ptr.to(tl.int64), key + 1, slot, going.to(tl.int32), capacity],
-            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-        return slot, known | (later != 0)
-
-
-@triton.jit
-def occupy(table_ptr, key, bit, wanted, elsewhere, capacity, volume):
+def occupy(table_ptr, key, bit, wanted, capacity, volume):
     """Set the bits of rows in the words of their blocks; their slots, and who of them took a slot for its block.
 
     Neighbours of one block, a thread each, do so together: of sorted rows, two or three at a time.
     """
     if IS_INTERPRETED:
-        slot, known = claim(table_ptr, key, wanted, elsewhere, capacity, volume)
+        slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
+        old = tl.atomic_cas(table_ptr + 2 * slot, tl.where(wanted, 0, -1).to(tl.int64), key + 1, sem="relaxed")
+        known = wanted & (old == key + 1)  # -1 is never stored: lanes without a wish only read
+        going = wanted & (old != 0) & (old != key + 1)
+        slot = tl.where(going, before_second_slot(key, capacity), slot)
+        while tl.max(going.to(tl.int32)) > 0:
+            slot = tl.where(going, slot + 1, slot)
+            slot = tl.where(slot == capacity, 0, slot)
+            old = tl.atomic_cas(table_ptr + 2 * slot, tl.where(going, 0, -1).to(tl.int64), key + 1, sem="relaxed")
+            known = known | (going & (old == key + 1))
+            going = going & (old != 0) & (old != key + 1)
         flag = tl.full(bit.shape, 1, tl.int64) << bit.to(tl.int64)
         tl.atomic_or(table_ptr + 2 * slot + 1, flag, mask=wanted, sem="relaxed")
         return slot, wanted & ~known

@@ -4,8 +4,7 @@
     out: coordinates (M, 1+D) int32; the host waits once, for M
 
 A window of two cells at stride 2 sees x = 0, 1 and 5 from the coarse voxels 0, 0 and 2. Their bits in the box from 0 to
-2 are 0b101, whose ranks are the rows of the result, ((0, 0), (0, 2)). Boxes of more than 2^33 cells are hashed and
-sorted instead.
+2 are 0b101, whose ranks are the rows of the result, ((0, 0), (0, 2)).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.hash_probe import below, claim, popcount
+from sparseconv.geometry.gpu.hash_probe import below, popcount
 from sparseconv.gpu.cooperative import leave, wait_for_all
 from sparseconv.gpu.launcher import RESIDENT, Launcher
 
@@ -263,55 +262,18 @@ def emit_words(
         word = word & (word - 1)
 
 
-@triton.jit
-def claim_kernel(
-    coords_ptr, window_ptr, table_ptr, keys_ptr, n, batches, capacity,
-    low0, low1, low2, low3, size0, size1, size2, size3,
-    RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Claim the keys of what BLOCK rows see in one step, and append those that were not there before."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key, live = keys_of(
-        row, tl.program_id(1), coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
-        RANK, IS_BOX,
-    )  # fmt: skip
-    _slot, known = claim(
-        table_ptr, key, live, tl.minimum(row, capacity - 1), capacity, tl.full((), 0x4000000000000000, tl.int64)
-    )
-    fresh = (live & ~known).to(tl.int64)
-    total = tl.sum(fresh, 0)
-    if total > 0:
-        count_ptr = table_ptr + 2 * capacity.to(tl.int64)
-        at = tl.atomic_add(count_ptr, total, sem="relaxed") + tl.cumsum(fresh, 0) - fresh
-        tl.store(keys_ptr + at, key, mask=fresh > 0)
-
-
-@triton.jit
-def decode_kernel(
-    keys_ptr, coords_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
-    RANK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Keys back to coordinates."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys_ptr + row, mask=row < n, other=0)
-    batch, a, b, c, d = place_of(key, size0, size1, size2, size3)
-    store_place(coords_ptr, row, row < n, batch, a, b, c, d, low0, low1, low2, low3, RANK)
-
-
 MARK = Launcher(
     mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 13), resident=RESIDENT
 )
 EMIT = Launcher(emit_kernel, (_I64, _I32, _I32, _I32, *(int,) * 9), num_warps=1)
 EMIT_FIXED = Launcher(emit_fixed_kernel, (_I64, _I32, _I32, _I32, _I64, _I32, _I32, *(int,) * 9), num_warps=1)
-CLAIM = Launcher(claim_kernel, (_I32, _I32, _I64, _I64, *(int,) * 11), num_warps=1)
-DECODE = Launcher(decode_kernel, (_I64, _I32, *(int,) * 9))
 
 
 Ints = tuple[int, ...]
-#: from here on a number of cells is too large for the keys, and a place for sums of 32 bits
-TOO_MANY, FARTHEST = 2**62, 2**30
 #: up to this many cells a bit for each 64 of them (here 16 MB, and half of that for ranks) costs less than a sort
 MOST_MARKED = 2**33
+#: places along an axis lie between the negative of this and itself: sums of two fit in 32 bits
+FARTHEST = 2**30
 #: rows that a program of `mark_kernel` looks at together: two each thread, so that one waits while the other works
 ROWS = 256
 #: programs of a launch at most, whose sums one program adds up
@@ -341,13 +303,23 @@ def reach(
         within: the box that results must lie in.
 
     Returns:
-        (M, 1+D) int32; None where the box of possible results is too large for 64-bit keys or 32-bit coordinates.
+        (M, 1+D) int32; None where the box of possible results has more than `MOST_MARKED` cells, or is too large for
+        32-bit coordinates.
     """
-    moves = _moves(offsets, stride, torus, within, to_fine, coords.device)
+    columns, device = coords.shape[1], coords.device
+    moves = _moves(offsets, stride, torus, within, to_fine, device)
     sizes = _sizes(coords, moves, extent, batch_size)
     if sizes is None:
         return None
-    return (_marked if sizes.cells <= MOST_MARKED else _claimed)(coords, moves, sizes)
+    report = Report(2, device)
+    arena = _mark(coords, moves, sizes, report.pointer)
+    report.send()
+    count, words = report.read()
+    reached = torch.empty(count, columns, dtype=torch.int32, device=device)
+    if count:
+        emitted = (arena[FOUND], arena[PLACES], arena[STARTS], pointer(reached), words, *sizes.box)
+        EMIT(device, (ceil_div(words, 32),), emitted, (columns - 1, 32))
+    return reached
 
 
 def reach_fixed(
@@ -378,7 +350,7 @@ def reach_fixed(
     """
     moves = _moves(offsets, stride, torus, within, to_fine, coords.device)
     sizes = _sizes(coords, moves, extent, batch_size)
-    if sizes is None or sizes.cells > MOST_MARKED:
+    if sizes is None:
         return None
     if ends is not None:
         moves = moves.ending_at(ends)
@@ -404,11 +376,11 @@ class _Sizes:
 
 
 def _sizes(coords: torch.Tensor, moves: _Moves, extent: IndexRange, batch_size: int) -> _Sizes | None:
-    """None where the box is too large for 64-bit keys or 32-bit coordinates."""
+    """None where the box has too many cells, or leaves 32-bit coordinates."""
     seen, low, high = moves.bounds(extent)
     sizes = tuple(b - a + 1 for a, b in zip(low, high))
     cells = batch_size * math.prod(sizes)
-    if cells >= TOO_MANY or min(*low, *seen) <= -FARTHEST or max(*high, *seen) >= FARTHEST:
+    if cells > MOST_MARKED or min(*low, *seen) <= -FARTHEST or max(*high, *seen) >= FARTHEST:
         return None
     most = min(coords.shape[0] * moves.each, cells)
     if most >= 2**29:
@@ -491,24 +463,10 @@ BITS, RANKS, SUMS, FOUND, PLACES, STARTS = range(6)
 _DTYPES = (_I64, _I32, _I32, _I64, _I32, _I32)
 
 
-def _marked(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
-    """One bit for each 64 cells, then a word for each of those that are not empty: ranks in order, without a sort."""
-    columns, device = coords.shape[1], coords.device
-    report = Report(2, device)
-    arena = _mark(coords, moves, sizes, report.pointer)
-    report.send()
-    count, words = report.read()
-    reached = torch.empty(count, columns, dtype=torch.int32, device=device)
-    if count:
-        emitted = (arena[FOUND], arena[PLACES], arena[STARTS], pointer(reached), words, *sizes.box)
-        EMIT(device, (ceil_div(words, 32),), emitted, (columns - 1, 32))
-    return reached
-
-
 def _mark(
     coords: torch.Tensor, moves: _Moves, sizes: _Sizes, report: Pointer, device_count: DeviceCount | None = None
 ) -> Arena:
-    """Launch `mark_kernel`."""
+    """Launch `mark_kernel`: one bit for each 64 cells, then a word for each of those that are not empty."""
     (n, columns), device = coords.shape, coords.device
     lines, words = ceil_div(sizes.cells, 4096), min(sizes.most, ceil_div(sizes.cells, 64))
     programs = min(programs_at_once(device, max(ceil_div(n, ROWS), ceil_div(lines, 512))), MOST_PROGRAMS)
@@ -519,19 +477,3 @@ def _mark(
     )  # fmt: skip
     MARK(device, (programs,), args, (columns - 1, moves.is_box, ROWS, 512, MOST_PROGRAMS, NUM_BARRIERS))
     return arena
-
-
-def _claimed(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
-    """A hash table that finds each key once, and a sort: for boxes too large for bits."""
-    (n, columns), device, most, box = coords.shape, coords.device, sizes.most, sizes.box
-    capacity = most + most // 2 + 64
-    table = torch.zeros(2 * capacity + 2, dtype=torch.int64, device=device)
-    keys = torch.empty(most, dtype=torch.int64, device=device)
-    args = (pointer(coords), pointer(moves.data), pointer(table), pointer(keys), n, sizes.batches, capacity, *box)
-    CLAIM(device, (ceil_div(n, 128), moves.steps), args, (columns - 1, moves.is_box, 128))
-    count = int(table[-2])
-    keys = torch.sort(keys[:count]).values
-    reached = torch.empty(count, columns, dtype=torch.int32, device=device)
-    if count:
-        DECODE(device, (ceil_div(count, 256),), (pointer(keys), pointer(reached), count, *box), (columns - 1, 256))
-    return reached

@@ -77,22 +77,14 @@ class PendingCounts:
         return self._values
 
 
-def first_count(taps: int) -> int:
-    """Where the counts begin behind the totals of so many taps, in 32-bit words."""
-    return (2 * taps + 3) & -4
-
-
 class Counters:
-    """Zeros in which edges are counted: totals of the taps (K,) int64, and counts (K, C) int32 by chunk.
+    """Zeros in which edges are counted: totals of the taps (K,) int64, and counts (K, C) int32 by chunk."""
 
-    ``start``: of the table's spare zeros that were taken before.
-    """
-
-    def __init__(self, table: CoordinateTable, taps: int, chunks: int, start: int | None = None) -> None:
+    def __init__(self, table: CoordinateTable, taps: int, chunks: int) -> None:
         self.shape = taps, chunks
-        self._first = first_count(taps)
+        self._first = (2 * taps + 3) & -4  # where the counts begin behind the totals, in 32-bit words
         length = self._first + taps * chunks
-        self._start, self._arena = table.spare_zeros(length) if start is None else start, table.arena
+        self._start, self._arena = table.spare_zeros(length), table.arena
         self._own: torch.Tensor | None = None
         if self._start is None:
             self._own = torch.zeros(length, dtype=torch.int32, device=table.coords.device)
@@ -291,20 +283,14 @@ def launch_masks(
 
 def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     """The blocks around each block of a table, of the first ``blocks`` of them at most."""
-    arena = table.arena
-    constants = around_constants(table.shifts)
-    block = constants[-1]
-    ranges, slots, ids, _, _ = table.pointers
-    programs = min(ceil_div(blocks, block), 4096)
-    args = (ranges, slots, ids, arena[KEYS], arena[STATUS], around, table.capacity, blocks, programs)
-    AROUND_BLOCKS(table.coords.device, (programs,), args, constants)
-
-
-def around_constants(shifts: tuple[int, ...]) -> tuple[int, ...]:
-    """The constants of `around_kernel` for blocks of these edges."""
-    sides = 3 ** (len(shifts) - 1)
+    sides = 3 ** (len(table.shifts) - 1)
     lanes = power_of_2(sides)
-    return len(shifts), pack_shifts(shifts), sides, lanes, max(1, 256 // lanes)
+    block = max(1, 256 // lanes)
+    programs = min(ceil_div(blocks, block), 4096)
+    keys, status = table.arena[KEYS], table.arena[STATUS]
+    args = (*table.pointers[:3], keys, status, around, table.capacity, blocks, programs)
+    constants = len(table.shifts), pack_shifts(table.shifts), sides, lanes, block
+    AROUND_BLOCKS(table.coords.device, (programs,), args, constants)
 
 
 def launch_search(search: WindowSearch, counters: Counters, passes: Passes, programs: int) -> None:
@@ -320,22 +306,8 @@ def launch_search(search: WindowSearch, counters: Counters, passes: Passes, prog
         n, window.num_runs, taps, search.capacity, search.chunks,
         passes.states, passes.counting, programs,
     )  # fmt: skip
-    bits = window.key_bits if search.is_cube else 0
-    SEARCH(device, (programs,), args, search_constants(search.constants, taps, n, bits))
-
-
-def search_programs(device: torch.device, taps: int, n: int) -> tuple[int, int]:
-    """Programs of a `search_kernel` over ``n`` target rows, and how many of them no tap keeps busy."""
-    programs = programs_at_once(device, max(taps, ceil_div(n, 128)))
-    return programs, max(1, programs - taps)
-
-
-def search_constants(looks: tuple, taps: int, n: int, bits: int) -> tuple:
-    """The constants of `search_kernel` for ``n`` target rows; ``looks`` are those of a look-up.
-
-    ``bits`` of a cube's keys are counted; 0: the window is another.
-    """
-    return (*looks[:5], power_of_2(taps), rows_per_chunk(n), *(digits_of(bits)[:2] if bits else (0, 0)))
+    digits = digits_of(window.key_bits)[:2] if search.is_cube else (0, 0)  # those of a cube's keys are counted
+    SEARCH(device, (programs,), args, (*search.constants[:5], power_of_2(taps), search.chunk_rows, *digits))
 
 
 # ---- kernels
@@ -613,8 +585,8 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     lengths = [taps * chunks, n if narrow else 0, blocks * constants[4]]
     passes, programs = None, 0
     if narrow and n:
-        programs, spare = search_programs(device, taps, n)
-        passes = Passes(n, window.key_bits, spare if is_cube else 0)
+        programs = programs_at_once(device, max(taps, ceil_div(n, 128)))
+        passes = Passes(n, window.key_bits, max(1, programs - taps) if is_cube else 0)
         lengths += (passes.words, n)
     scratch = Arena(device, SCRATCH, lengths)
     entries, around = table.pointers[3:5]

@@ -97,8 +97,7 @@ def insert_rows(
     if CHECKED:
         wrong = (((values[0] >= 0) != (row < tl.load(count_ptr))) & live).to(tl.int32)
     key, bit, inside = cells_of(values, fits, lows, extents, counts, COLUMNS, SHIFTS)
-    elsewhere = tl.minimum(row, capacity - 1)
-    slot, fresh = occupy(table_ptr, key, bit, inside, elsewhere, capacity, volume)
+    slot, fresh = occupy(table_ptr, key, bit, inside, capacity, volume)
     tl.store(entries_ptr + row, tl.where(inside, slot.to(tl.int64) * 64 + bit, -1), mask=live)
     mine = fresh.to(tl.int32)
     total = tl.sum(mine, 0)
@@ -361,51 +360,21 @@ def build_table(
         raise ValueError(f"a grid on a GPU holds fewer than 2^29 voxels, got {n:,}: split the scene")
     given = aligned(coords)
     coords = given if copy is None else copy
-    device = coords.device
-    lengths = table_lengths(n, columns)
+    device, capacity, some = coords.device, max(64, n + n // 2), n or 1
+    # zeros for two windows on the rows themselves or on coarser ones, of 16 taps and of 32: totals, then counts
+    unit = 16 * -(-n // rows_per_chunk(n))
+    spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
+    lengths = [2 * capacity, 2, 2 * columns, 3 * unit + 192, capacity, 2 * some, some, some, some]
     arena = Arena(device, TABLE_DTYPES, lengths, 0 if 0 < n <= CLEARED_ROWS else 4)
     report = Report(2 + 2 * columns, device) if n and ranges is None and device_count is None else None
-    table = table_in(arena, coords, ranges, report, device_count)
+    spread = arena[RANGES] if ranges is None else pointer(ranges)
+    pointers = (spread, arena[SLOTS], arena[IDS], arena[INFOS], arena[ROWS])
+    table = CoordinateTable(coords, ranges, arena, capacity, _SHIFTS[columns], pointers, spare, report, device_count)
     if n:
         _launch_table(table, given, device_count if checked else None)
         if report is not None:
             report.send()
     return table
-
-
-def table_lengths(n: int, columns: int) -> list[int]:
-    """Those of the arrays in the arena of a table of n rows, whose kinds are `TABLE_DTYPES`."""
-    capacity, some = max(64, n + n // 2), n or 1
-    lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192]
-    return [*lengths, capacity, 2 * some, some, some, some]
-
-
-def table_in(
-    arena: Arena,
-    coords: torch.Tensor,
-    ranges: torch.Tensor | None = None,
-    report: Report | None = None,
-    device_count: DeviceCount | None = None,
-) -> CoordinateTable:
-    """The table of coords (N, 1+D) int32 that a launch writes into an arena."""
-    n, columns = coords.shape
-    capacity = arena.length_of(SLOTS) // 2
-    spread = arena[RANGES] if ranges is None else pointer(ranges)
-    pointers = (spread, arena[SLOTS], arena[IDS], arena[INFOS], arena[ROWS])
-    return CoordinateTable(
-        coords, ranges, arena, capacity, _SHIFTS[columns], pointers, spare_of(n), report, device_count
-    )
-
-
-def spare_of(n: int) -> list[tuple[int, int]]:
-    """Where the zeros begin that a table of n rows keeps in its COUNTS, and how many: for two windows on the rows
-    themselves or on coarser ones, of 16 taps and of 32, whose totals stand before their counts."""
-    unit = _counts_of_16(n)
-    return [(0, unit + 96), (unit + 96, 2 * unit + 96)]
-
-
-def _counts_of_16(n: int) -> int:
-    return 16 * -(-n // rows_per_chunk(n))
 
 
 def rows_per_chunk(n: int) -> int:
@@ -471,31 +440,19 @@ def pack_shifts(shifts: tuple[int, ...]) -> int:
     return sum(s << (4 * axis) for axis, s in enumerate(shifts))
 
 
-def width_of(columns: int) -> int:
-    """Columns as kernels take them: a power of two, or 8."""
-    return 2 if columns == 2 else 4 if columns <= 4 else 8
-
-
 def _launch_table(table: CoordinateTable, given: torch.Tensor, checked: DeviceCount | None) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     device = coords.device
     programs = programs_at_once(device, ceil_div(n, 128), TABLE.resident)
+    # where nobody asks, something of that kind
+    reported = arena[STATUS] if table.report is None else table.report.pointer
+    checks = (arena[RANGES],) * 2 if checked is None else (pointer(checked.count), pointer(checked.fault))
     args = (
         pointer(given), pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:],
-        barriers_of(device, table.device_count), _reported(table), *_checks(table, checked),
+        barriers_of(device, table.device_count), reported, *checks,
         n, table.capacity, arena.length_before(IDS) // 4 if n <= CLEARED_ROWS else 0, programs,
     )  # fmt: skip
-    measured, reported = table.given_ranges is not None, table.report is not None
-    shape = columns, width_of(columns), pack_shifts(table.shifts)
-    TABLE(device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 128, NUM_BARRIERS))
-
-
-def _reported(table: CoordinateTable) -> Pointer:
-    """Where status and ranges go for the host; something of that kind where it does not ask."""
-    return table.arena[STATUS] if table.report is None else table.report.pointer
-
-
-def _checks(table: CoordinateTable, checked: DeviceCount | None) -> tuple[Pointer, Pointer]:
-    """Where the number of real rows lies, and the fault; something of that kind where nobody looks."""
-    return (table.arena[RANGES],) * 2 if checked is None else (pointer(checked.count), pointer(checked.fault))
+    asked = table.given_ranges is not None, table.report is not None, checked is not None
+    shape = columns, power_of_2(columns), pack_shifts(table.shifts)
+    TABLE(device, (programs,), args, (*shape, *asked, 128, 128, NUM_BARRIERS))
