@@ -88,7 +88,8 @@ if not _prints_help(sys.argv):
     from sparseconv.geometry.window import Window
     from sparseconv.plan import PlanSet
 
-    import_module(f"{__name__}.export")  # registers the operators that exported programs call
+    import_module(f"{__name__}.operators")  # registers those of convolutions
+    import_module(f"{__name__}.export")  # and those that exported programs call
     globals().update({name: __getattr__(name) for name in __all__})
     #: what ``torch.load(weights_only=True)`` may construct: each of them checks what a file claims
     add_safe_globals([*(thing for thing in map(__getattr__, __all__) if isinstance(thing, type)), PlanSet, Window])

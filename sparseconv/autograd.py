@@ -17,8 +17,7 @@ of torch.compile keep tensors for their backward pass and nothing else, and size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -101,7 +100,7 @@ def is_direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """run(*args) with autocast off, the operands being cast already; torch's own context costs as much as a layer."""
     kind = x.device.type
-    if not (any_autocast() and torch.is_autocast_enabled(kind)):
+    if not torch.is_autocast_enabled(kind):
         return run(*args)
     torch.set_autocast_enabled(kind, False)
     try:
@@ -110,21 +109,23 @@ def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any)
         torch.set_autocast_enabled(kind, True)
 
 
-def _call(function: type[_Operator], *args: Any) -> torch.Tensor:
+def _call(function: type[Operator], *args: Any) -> torch.Tensor:
     """An operator's result, with its derivative where one is wanted; args: its tensors, the edges, its other
     arguments."""
     count = function.num_tensors
     tensors, edges = args[:count], args[count]
     if isinstance(edges, KernelMap):
         if is_plain(*tensors) and not functional():
-            return without_casts(tensors[0], _run, function, function.kernel, *args)
+            if any_autocast():
+                return without_casts(tensors[0], as_node, function, function.kernel, *args)
+            return as_node(function, function.kernel, *args)
         if transforms.present():  # which see through autograd functions only
             return function.apply(*tensors, edges, args[count + 1 :])
         args = (*tensors, edges_tensor(edges), *args[count + 1 :])
     return getattr(torch.ops.sparseconv, function.name)(*args)
 
 
-def _run(function: type[_Operator], kernel: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+def as_node(function: type[Operator], kernel: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """What a kernel of an operator returns, as a node of autograd's graph where a gradient is wanted."""
     count = function.num_tensors
     if torch.is_grad_enabled():
@@ -137,7 +138,7 @@ def _run(function: type[_Operator], kernel: Callable[..., torch.Tensor], *args: 
 # ---- derivatives
 
 
-class _Operator(torch.autograd.Function):
+class Operator(torch.autograd.Function):
     """An operator under torch.func, and the derivative that all its calls share.
 
     Arguments of ``apply``: the operator's tensors, the edges, one tuple of its other arguments.
@@ -151,7 +152,7 @@ class _Operator(torch.autograd.Function):
 
     @classmethod
     def forward(cls, *args: Any) -> torch.Tensor:
-        found: torch.Tensor = _below(cls, *args[:-1], *args[-1])
+        found: torch.Tensor = below(cls, *args[:-1], *args[-1])
         return found
 
     @classmethod
@@ -169,7 +170,7 @@ class _Operator(torch.autograd.Function):
         ctx.edges = edges if isinstance(edges, KernelMap) else edges.__dict__.get("kernel_map")
         kept = (one if of_other else None, other if of_one else None)
         ctx.save_for_backward(*kept, *([edges] if ctx.edges is None else []))
-        if cls is _Convolution and of_other and ctx.edges is not None:
+        if cls is Convolution and of_other and ctx.edges is not None:
             ctx.edges.list_pairs()
 
     @classmethod
@@ -194,7 +195,7 @@ class _Operator(torch.autograd.Function):
         if size == 0:  # an empty sum along the batch is a call like others, of which none is returned
             one = (t if dim is None or t is None else t.sum(dim) for t, dim in zip(tensors, dims))
             return _call(cls, *one, edges, groups, *rest)[None][:0], 0
-        shared = dims[0] is None and groups == 1 and cls is _Convolution and not rest[0]
+        shared = dims[0] is None and groups == 1 and cls is Convolution and not rest[0]
         if shared:  # then they are more output channels of the same rows
             stacked = [tensors[0], *(transforms.side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
         else:
@@ -203,7 +204,7 @@ class _Operator(torch.autograd.Function):
         return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
 
 
-class _Convolution(_Operator):
+class Convolution(Operator):
     name, num_tensors, kernel = "convolution", 3, staticmethod(_convolution)
 
     @staticmethod
@@ -215,7 +216,7 @@ class _Convolution(_Operator):
         return *pair, grad.sum(0) if of_bias else None, None, None
 
 
-class _WeightGradient(_Operator):
+class WeightGradient(Operator):
     name, num_tensors, kernel = "weight_gradient", 2, staticmethod(_weight_gradient)
 
     @staticmethod
@@ -223,8 +224,8 @@ class _WeightGradient(_Operator):
         x, grad, *kept = ctx.saved_tensors
         edges = kept[0] if kept else ctx.edges
         (groups, _, backend), (of_x, of_grad, *_) = ctx.rest, ctx.needs_input_grad
-        grad_x = _call(_Convolution, grad, cotangent, None, edges, groups, True, backend) if of_x else None
-        grad_grad = _call(_Convolution, x, cotangent, None, edges, groups, False, backend) if of_grad else None
+        grad_x = _call(Convolution, grad, cotangent, None, edges, groups, True, backend) if of_x else None
+        grad_grad = _call(Convolution, x, cotangent, None, edges, groups, False, backend) if of_grad else None
         return grad_x, grad_grad, None, None
 
 
@@ -233,11 +234,14 @@ class _WeightGradient(_Operator):
 
 
 class _EagerConvolution(torch.autograd.Function):
-    forward, backward = staticmethod(_Convolution.run), staticmethod(_Convolution.backward)
+    forward, backward = staticmethod(Convolution.run), staticmethod(Convolution.backward)
 
 
 class _EagerWeightGradient(torch.autograd.Function):
-    forward, backward = staticmethod(_WeightGradient.run), staticmethod(_WeightGradient.backward)
+    forward, backward = staticmethod(WeightGradient.run), staticmethod(WeightGradient.backward)
+
+
+Convolution.eager, WeightGradient.eager = _EagerConvolution, _EagerWeightGradient
 
 
 def both_gradients(
@@ -260,19 +264,13 @@ def both_gradients(
     grad_x = grad_weight = None
     if of_weight:  # first: its partial sums then lie where the input gradient will be
         fine, coarse = (grad, x) if adjoint else (x, grad)
-        grad_weight = _call(_WeightGradient, fine, coarse, edges, groups, taps, backend)
+        grad_weight = _call(WeightGradient, fine, coarse, edges, groups, taps, backend)
     if of_x:
-        grad_x = _call(_Convolution, grad, weight, None, edges, groups, not adjoint, backend)
+        grad_x = _call(Convolution, grad, weight, None, edges, groups, not adjoint, backend)
     return grad_x, grad_weight
 
 
-# ---- the operators
-
-library = torch.library.Library("sparseconv", "FRAGMENT")
-library.define(
-    "convolution(Tensor x, Tensor weight, Tensor? bias, Tensor edges, int groups, bool adjoint, str backend) -> Tensor"
-)
-library.define("weight_gradient(Tensor x, Tensor grad, Tensor edges, int groups, int taps, str backend) -> Tensor")
+# ---- maps and calls that the dispatcher sees
 
 
 @transforms.untraced
@@ -285,81 +283,7 @@ def edges_tensor(kernel_map: KernelMap) -> torch.Tensor:
     return edges
 
 
-def _map_of(edges: Edges) -> KernelMap:
-    found = edges if isinstance(edges, KernelMap) else edges.__dict__.get("kernel_map")
-    if not isinstance(found, KernelMap):
-        raise RuntimeError(
-            "edges must be a tensor that sparseconv made for a kernel map, but it refers to none. Where torch.compile "
-            "keeps such a tensor, do not move what its graphs keep, as torch.autograd.graph.save_on_cpu does"
-        )
-    return found
-
-
-def checked_convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    edges: Edges,
-    groups: int,
-    adjoint: bool,
-    backend: str,
-) -> torch.Tensor:
-    """The registered operator, which anybody may call; a plan checks its own calls."""
-    kernel_map = _map_of(edges)
-    _check_tensors(kernel_map, {"x": x, "weight": weight, "bias": bias})
-    _check_rows("x", x, kernel_map.num_out if adjoint else kernel_map.num_in)
-    if weight.ndim != 3 or weight.shape[0] != kernel_map.num_taps:
-        raise ValueError(f"the weight must be ({kernel_map.num_taps}, C_in/G, C_out); got {tuple(weight.shape)}")
-    group_in, c_out = weight.shape[1:]
-    _check_groups(groups, c_out)
-    takes = c_out if adjoint else group_in * groups
-    if x.shape[1] != takes:
-        raise ValueError(
-            f"x has {x.shape[1]} channels, but the weight {tuple(weight.shape)} in {groups} groups takes {takes}"
-        )
-    if bias is not None and (adjoint or bias.shape != (c_out,)):
-        wanted = "None for the adjoint" if adjoint else f"({c_out},)"
-        raise ValueError(f"the bias must be {wanted}; got {tuple(bias.shape)}")
-    return _convolution(x, weight, bias, kernel_map, groups, adjoint, backend)
-
-
-def checked_weight_gradient(
-    x: torch.Tensor, grad: torch.Tensor, edges: Edges, groups: int, taps: int, backend: str
-) -> torch.Tensor:
-    kernel_map = _map_of(edges)
-    _check_tensors(kernel_map, {"x": x, "grad": grad})
-    _check_rows("x", x, kernel_map.num_in)
-    _check_rows("grad", grad, kernel_map.num_out)
-    if taps != kernel_map.num_taps:
-        raise ValueError(f"the map has {kernel_map.num_taps} taps; got taps={taps}")
-    _check_groups(groups, x.shape[1], grad.shape[1])
-    return _weight_gradient(x, grad, kernel_map, groups, taps, backend)
-
-
-def _check_tensors(kernel_map: KernelMap, given: dict[str, torch.Tensor | None]) -> None:
-    first = given["x"]
-    for name, tensor in given.items():
-        if tensor is None:
-            continue
-        if tensor.device != kernel_map.device:
-            raise ValueError(f"the map is on {kernel_map.device} but {name} is on {tensor.device}: move one of them")
-        if tensor.layout != torch.strided or not tensor.dtype.is_floating_point:
-            raise TypeError(f"{name} must be dense and floating point; got {tensor.layout} of {tensor.dtype}")
-        if first is not None and tensor.dtype != first.dtype:
-            raise TypeError(f"x is {first.dtype} but {name} is {tensor.dtype}: cast one of them")
-
-
-def _check_rows(name: str, tensor: torch.Tensor, rows: int) -> None:
-    if tensor.ndim != 2 or tensor.shape[0] != rows:
-        raise ValueError(f"{name} must be ({rows}, C), one row a voxel of the map; got {tuple(tensor.shape)}")
-
-
-def _check_groups(groups: int, *channels: int) -> None:
-    if groups < 1 or any(count % groups for count in channels):
-        raise ValueError(f"channels must be multiples of groups; got {', '.join(map(str, channels))}, groups={groups}")
-
-
-def _below(function: type[_Operator], *args: Any) -> Any:
+def below(function: type[Operator], *args: Any) -> Any:
     """An operator without its derivative; past the dispatcher where nobody watches."""
     count = function.num_tensors
     if below_autograd is None or is_direct(*args[:count]):
@@ -368,34 +292,6 @@ def _below(function: type[_Operator], *args: Any) -> Any:
     with below_autograd():
         edges = edges_tensor(edges) if isinstance(edges, KernelMap) else edges
         return getattr(torch.ops.sparseconv, function.name)(*args[:count], edges, *args[count + 1 :])
-
-
-def _without_autocast(name: str, kind: str, *args: Any) -> Any:
-    """Operands are cast already, and products stay as they are."""
-    with torch.autocast(kind, enabled=False):
-        return getattr(torch.ops.sparseconv, name)(*args)
-
-
-_Convolution.checked, _Convolution.eager = staticmethod(checked_convolution), _EagerConvolution
-_WeightGradient.checked, _WeightGradient.eager = staticmethod(checked_weight_gradient), _EagerWeightGradient
-_OPERATORS: Sequence[type[_Operator]] = (_Convolution, _WeightGradient)
-for _function in _OPERATORS:
-    # a compiled graph has its own derivative and asks for none here: that of `torch.library.register_autograd` would
-    # cost a second pass through the dispatcher, some 12 us
-    library.impl(_function.name, partial(_run, _function, partial(_below, _function)), "Autograd")
-    for _kind in ("CPU", "CUDA"):
-        library.impl(_function.name, _function.checked, _kind)
-        library.impl(_function.name, partial(_without_autocast, _function.name, _kind.lower()), f"Autocast{_kind}")
-
-
-@torch.library.register_fake("sparseconv::convolution", lib=library)
-def _(x, weight, bias, edges, groups, adjoint, backend):  # type: ignore[no-untyped-def]
-    return x.new_empty((edges.shape[0 if adjoint else 1], weight.shape[1] * groups if adjoint else weight.shape[2]))
-
-
-@torch.library.register_fake("sparseconv::weight_gradient", lib=library)
-def _(x, grad, edges, groups, taps, backend):  # type: ignore[no-untyped-def]
-    return x.new_empty((taps, x.shape[1] // groups, grad.shape[1]))
 
 
 # ---- calls
@@ -419,14 +315,14 @@ def convolution(
                 "sparseconv.export.export(net, (coords, features))"
             )
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, groups, False, backend)
-    return _call(_Convolution, x, weight, bias, edges, groups, False, backend)
+    return _call(Convolution, x, weight, bias, edges, groups, False, backend)
 
 
 def adjoint(
     grad: torch.Tensor, weight: torch.Tensor, edges: KernelMap, groups: int = 1, backend: str = "auto"
 ) -> torch.Tensor:
     """dL/dx (N_in, C_in) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
-    return _call(_Convolution, grad, weight, None, edges, groups, True, backend)
+    return _call(Convolution, grad, weight, None, edges, groups, True, backend)
 
 
 def adjoint_onto(
@@ -443,4 +339,4 @@ def weight_gradient(
     x: torch.Tensor, grad: torch.Tensor, edges: KernelMap, groups: int = 1, backend: str = "auto"
 ) -> torch.Tensor:
     """dL/dw (K, C_in/G, C_out) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
-    return _call(_WeightGradient, x, grad, edges, groups, edges.num_taps, backend)
+    return _call(WeightGradient, x, grad, edges, groups, edges.num_taps, backend)

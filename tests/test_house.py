@@ -33,6 +33,7 @@ FLOORS = {
     "backends": 2,
     "tensor": 2,
     "autograd": 3,
+    "operators": 3.5,
     "plan": 4,
     "ops": 5,
     "distributed": 5,

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparseconv.autograd import checked_convolution, checked_weight_gradient
 from sparseconv.geometry.arguments import row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints
 from sparseconv.kinds import check_choice
+from sparseconv.operators import checked_convolution, checked_weight_gradient
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.weights import packed

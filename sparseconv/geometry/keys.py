@@ -25,7 +25,7 @@ class KeySpace:
 
     def __init__(self, box: IndexRange) -> None:
         self.low: Ints = box.start
-        self.size: Ints = tuple([max(1, n) for n in box.shape])
+        self.size: Ints = tuple([max(1, end - start) for start, end in zip(box.start, box.end)])
         volume = math.prod(self.size)
         if volume >= KEY_LIMIT:
             raise ValueError(
