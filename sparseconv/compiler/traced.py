@@ -15,8 +15,7 @@ from sparseconv.geometry.arguments import INTEGERS, Floats, checked_batch_size, 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 from sparseconv.kinds import check_count
-from sparseconv.plan.convolution import Axes, ConvolutionPlan, as_epilogue, autocast, checked_window
-from sparseconv.plan.weights import by_tap
+from sparseconv.plan.convolution import Axes, ConvolutionPlan, as_epilogue, autocast, by_tap, checked_window
 from sparseconv.torch_private import exporting, tracing
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from functools import cache
@@ -20,11 +21,11 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
-from sparseconv.kinds import as_device, check_count, check_tensor, shortened
+from sparseconv.kinds import as_device, check_count, check_tensor, shortened, warn
 from sparseconv.plan.explain import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
-from sparseconv.plan.packed_weights import PackedWeights, pack
-from sparseconv.plan.weights import by_tap, packed, packed_as
+from sparseconv.plan.packed_weights import PackedWeights
+from sparseconv.plan.weights import packed, packed_as
 from sparseconv.torch_private import any_autocast, tracing
 
 if TYPE_CHECKING:
@@ -272,7 +273,13 @@ class ConvolutionPlan(Movable):
 
         Raises ValueError or TypeError for a weight that does not fit the taps, or is not floating point.
         """
-        return pack(weight, self.kernel_size, self.window.offsets, self.groups)
+        check_tensor("weight", weight)
+        if not weight.is_floating_point():
+            raise TypeError(f"weight must be floating point; got {weight.dtype}")
+        taps = by_tap(weight, self.kernel_size, self.num_taps)
+        with torch.inference_mode(False), torch.no_grad():  # so that a later call can save it for an input's gradient
+            copied = taps.clone(memory_format=torch.contiguous_format)
+        return PackedWeights(copied, self.kernel_size or self.window.offsets, self.groups, weight.requires_grad)
 
     def execute(
         self,
@@ -481,6 +488,41 @@ def check_places(
                     f"move it, a network by net.to({str(device)!r}), or the scene before a plan is made of its grid"
                 )
             raise ValueError(f"the plan is on {device} but {name} is on {there}: {advice}")
+
+
+def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> torch.Tensor:
+    """A weight in any accepted layout as a view (K, C_in/G, C_out); gradients flow to the tensor given.
+
+    Three dimensions are always (K, C_in/G, C_out); 2 + D of them, D > 1, are torch's (C_out, C_in/G, *kernel).
+    ``kernel`` is None where the taps are an explicit list, which has no such layout. Warns where torch's layout is not
+    the only one that fits.
+    """
+    shape = weight.shape
+    if len(shape) == 3:
+        if shape[0] != taps:
+            hint = " (a torch conv1d weight (C_out, C_in, k) goes in as weight.permute(2, 1, 0))"
+            raise ValueError(
+                f"a weight of 3 dimensions is (K, C_in/G, C_out) with K = {taps} taps; got {tuple(shape)}"
+                + (hint if shape[2] == taps else "")
+            )
+        return weight
+    if kernel is not None and len(kernel) > 1 and len(shape) == 2 + len(kernel):
+        if tuple(shape[2:]) != kernel:
+            raise ValueError(
+                f"a weight of {len(shape)} dimensions is (C_out, C_in/G, {', '.join(map(str, kernel))}) here; got "
+                f"{tuple(shape)}: other libraries' layouts go through permute first"
+            )
+        if tuple(shape[1:-1]) == kernel and taps > 1 and not torch.compiler.is_compiling():
+            warn(
+                f"a weight {tuple(shape)} is taken in torch's layout (C_out, C_in/G, *kernel), but spconv's (C_out, "
+                "*kernel, C_in/G) fits as well: weight.flatten(2).permute(2, 1, 0) says torch's, "
+                "weight.flatten(1, -2).permute(1, 2, 0) spconv's"
+            )
+        return weight.reshape(*shape[:2], math.prod(kernel)).permute(2, 1, 0)
+    accepted = f"(K = {taps}, C_in/G, C_out)"
+    if kernel is not None and len(kernel) > 1:
+        accepted += f" or (C_out, C_in/G, {', '.join(map(str, kernel))})"
+    raise ValueError(f"the weight must be {accepted}; got {tuple(shape)}")
 
 
 def check_operands(

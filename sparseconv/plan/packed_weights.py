@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from sparseconv.kinds import as_device, check_tensor
-from sparseconv.plan.weights import by_tap
+from sparseconv.kinds import as_device
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -104,14 +102,3 @@ class PackedWeights:
 
 def _named(taps: Taps) -> str:
     return f"{len(taps)} explicit taps" if isinstance(taps[0], tuple) else f"kernel_size {taps}"
-
-
-def pack(weight: torch.Tensor, kernel: Sequence[int] | None, offsets: Taps, groups: int) -> PackedWeights:
-    """A weight in any accepted layout, packed for plans of these taps."""
-    check_tensor("weight", weight)
-    if not weight.is_floating_point():
-        raise TypeError(f"weight must be floating point; got {weight.dtype}")
-    taps = by_tap(weight, None if kernel is None else tuple(kernel), len(offsets))
-    with torch.inference_mode(False), torch.no_grad():  # so that a later call can save it for an input's gradient
-        copied = taps.clone(memory_format=torch.contiguous_format)
-    return PackedWeights(copied, offsets if kernel is None else tuple(kernel), groups, weight.requires_grad)
