@@ -39,9 +39,6 @@ folded = (3, shifts, places, True, 0, 1)
 jobs = [
     (table.LOOKUP, (4, shifts, 128)),
     (search.AROUND_BLOCKS, (4, shifts, 27, 32, 8)),
-    (search.MASKS, (*around, 1, True, 32, 512, 128, False)),
-    (search.MASKS, (*by_key, 2, False, 8, 128, 32, False)),
-    (search.CUBE_MASKS, (*around, 1, True, 32, 512, 128, True)),
     (row_order.COUNT_CELLS, (4, shifts, 15, 4, 256)), (row_order.NUMBER_CELLS, (15, 32)),
     (row_order.RUN_KEYS, (512,)),
     (search.PLANES, (*folded, 128)), (search.COUNT, (128, 128)),

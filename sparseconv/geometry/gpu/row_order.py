@@ -18,17 +18,17 @@ import triton.language as tl
 from sparseconv.geometry.gpu.hash_probe import cell_of, cell_size, popcount
 from sparseconv.geometry.gpu.search import (
     LINES,
+    NO_RANK,
+    NO_TAPS,
     ORDER,
     PLANE_KEYS,
     PLANE_KEYS_WIDE,
     SORT_KEYS,
     WindowSearch,
-    key_in,
-    launch_masks,
     neighbor_table,
 )
 from sparseconv.geometry.gpu.table import ENTRIES, KEYS, STATUS, CoordinateTable, pack_shifts
-from sparseconv.geometry.gpu.taps import KEY_BITS, key_words, tap_order
+from sparseconv.geometry.gpu.taps import KEY_BITS, tap_order
 from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer
 from sparseconv.gpu.radix_sort import sort_rows
 from sparseconv.gpu.streams import map_stream
@@ -117,7 +117,8 @@ def keys_kernel(
     live = row < n
     run = run_of(tl.load(entries_ptr + row, mask=live, other=-1), cells_ptr, before_ptr, chunk_rows)
     key = tl.load(keys_ptr + row, mask=live, other=0)
-    tl.store(found_ptr + row, key_in(run, key, key == 0x7FFFFFFF, room, lost), mask=live)
+    key = tl.where(key == NO_TAPS, (1 << room) - 1, key >> lost)
+    tl.store(found_ptr + row, key | (run << room), mask=live)
 
 
 @triton.jit
@@ -155,15 +156,17 @@ def row_keys(
     wide = max(map(len, parts), default=0) > KEY_BITS
     key_bits = WIDE_KEY_BITS if wide else KEY_BITS
     chunk, room, lost = key_room(n, max(map(len, parts), default=0), chunk_rows, key_bits)
-    plain = significance is None and parts == (tuple(range(taps)),)
-    if room < key_bits and plain and not wide and search.is_local and search.table is not None:
-        return chunk_keys(search.table, search.found[1][SORT_KEYS], chunk, room, lost)
+    ranks = search.keys if significance is None and parts == search.window.all_taps else None
+    if ranks is not None and search.table is not None:
+        if room == key_bits:
+            return ranks
+        if search.is_local:
+            return chunk_keys(search.table, search.found[1][SORT_KEYS], chunk, room, lost)
+        run = torch.arange(n, dtype=torch.int32, device=device) // chunk << room
+        return torch.where(ranks == NO_RANK, (1 << room) - 1, ranks >> lost) | run
     ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
     keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
-    if n and taps and taps <= KEY_BITS and search.table is not None:
-        search.kept.append(words := key_words(ranked, parts, device))
-        launch_masks(search, words, pointer(keys), None, chunk, room, lost, len(parts))
-    elif n and taps:
+    if n and taps:
         neighbors = neighbor_table(search)
         search.kept.append(bits := _key_bits(ranked, parts, WIDE_KEY_BITS if wide else KEY_BITS, device))
         args = (pointer(neighbors), pointer(bits), pointer(keys), n, taps, chunk, room, lost)

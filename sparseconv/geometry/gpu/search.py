@@ -252,33 +252,11 @@ class WindowSearch:
 SCANNED = constant(1024)
 #: rows whose masks one of its programs reads together, and numbers of blocks that it asks for at once
 ROWS_EACH, LOOKUPS = constant(128), constant(512)
+#: the sort key of a row without a tap
+NO_RANK = 2**31 - 1
+NO_TAPS = constant(NO_RANK)
 #: its barriers; its warps, and keys that each of their threads counts at once
 BARRIERS, WARPS, STEPS = constant(NUM_BARRIERS), constant(COOPERATIVE_WARPS), constant(COOPERATIVE_STEPS)
-#: programs that read masks at most, as many as an H200 holds: each adds its totals to those of all, one after another
-MASKING = 2112
-
-
-def launch_masks(
-    search: WindowSearch,
-    words: torch.Tensor,
-    keys: Pointer,
-    counters: Counters | None,
-    chunk: int,
-    room: int,
-    lost: int,
-    groups: int = 1,
-) -> None:
-    """Masks of all target rows -> ``keys``; where there are ``counters``, counts of their edges too."""
-    n, window = search.coords.shape[0], search.window
-    programs = min(ceil_div(n, 128), MASKING)
-    totals, counts = (keys, keys) if counters is None else counters.pointers
-    args = (
-        *search.pointers, pointer(words), keys, counts, totals,
-        n, window.num_runs, window.num_taps, search.capacity, search.chunks, chunk, room, lost, programs,
-    )  # fmt: skip
-    taps, counted = power_of_2(window.num_taps), counters is not None
-    constants = (*search.constants, groups, counted, taps, search.chunk_rows, 128, search.is_cube)
-    (CUBE_MASKS if search.is_cube else MASKS)(words.device, (programs,), args, constants)
 
 
 def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
@@ -353,46 +331,19 @@ def find_around(
 
 
 @triton.jit
-def key_in(run, rank, no_taps, room, lost):
-    """Sort keys of rows in a run of neighbours, from their Gray ranks; ``no_taps``: no tap sees anything there."""
-    return tl.where(no_taps, (((1 << (room - 1)) - 1) << 1) | 1, rank >> lost) | (run << room)
-
-
-@triton.jit
-def masks_kernel(
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr,
-):  # fmt: skip
-    """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges."""
-    read_masks(
-        coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr,
-        n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-        RANK, SHIFTS, PLACES, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE,
-    )  # fmt: skip
-
-
-@triton.jit
 def read_masks(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, CUBE: tl.constexpr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, n, num_runs, num_taps, capacity, num_chunks, programs,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr, SIDES: tl.constexpr,
+    TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
-    """`masks_kernel` for every ``programs``-th run of BLOCK rows."""
+    """Masks of the taps of every ``programs``-th run of BLOCK rows -> their sort keys, and counts of edges."""
     lane = tl.arange(0, TAPS)
     total = tl.zeros((TAPS,), tl.int32)
     for first in range(tl.program_id(0) * BLOCK, n, programs * BLOCK):
         row = first + tl.arange(0, BLOCK)
         live = row < n
         entry = entry_of(row, live, entries_ptr, SIDES)
-        own_run = row // key_chunk
         if CUBE:
             mask = mask_of_cube(entry, live, info_ptr, around_ptr)
         else:
@@ -405,22 +356,16 @@ def read_masks(
                         info_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES,
                     )  # fmt: skip
                     mask |= seen << tl.load(run_ptr)  # a last run met twice says the same twice
-        for group in tl.static_range(GROUPS):
-            word_ptr = words_ptr + 1025 * group
-            ours = mask & tl.load(word_ptr)
-            key = tl.load(word_ptr + 1 + (ours & 255)) ^ tl.load(word_ptr + 257 + ((ours >> 8) & 255))
-            key = key ^ tl.load(word_ptr + 513 + ((ours >> 16) & 255)) ^ tl.load(word_ptr + 769 + ((ours >> 24) & 255))
-            key = key_in(own_run, key, ours == 0, room, lost)
-            tl.store(keys_ptr + group * n.to(tl.int64) + row, key, mask=live)
-        if COUNTED:
-            if CUBE:
-                edges = count_in_warps(mask, BLOCK // 32)
-            else:
-                edges = tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
-            tl.atomic_add(counts_ptr + lane * num_chunks + first // CHUNK, edges, mask=lane < num_taps, sem="relaxed")
-            total += edges
-    if COUNTED:
-        tl.atomic_add(totals_ptr + lane, total.to(tl.int64), mask=lane < num_taps, sem="relaxed")
+        key = tl.load(words_ptr + (mask & 255)) ^ tl.load(words_ptr + 256 + ((mask >> 8) & 255))
+        key = key ^ tl.load(words_ptr + 512 + ((mask >> 16) & 255)) ^ tl.load(words_ptr + 768 + ((mask >> 24) & 255))
+        tl.store(keys_ptr + row, tl.where(mask == 0, NO_TAPS, key), mask=live)
+        if CUBE:
+            edges = count_in_warps(mask, BLOCK // 32)
+        else:
+            edges = tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
+        tl.atomic_add(counts_ptr + lane * num_chunks + first // CHUNK, edges, mask=lane < num_taps, sem="relaxed")
+        total += edges
+    tl.atomic_add(totals_ptr + lane, total.to(tl.int64), mask=lane < num_taps, sem="relaxed")
 
 
 @triton.jit
@@ -448,9 +393,8 @@ def search_kernel(
         wait_for_all(barriers_ptr, programs)
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr,
-        n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
-        RANK, SHIFTS, PLACES, PERIODIC, SIDES, 1, True, TAPS, CHUNK, ROWS_EACH, PASSES > 0,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr, n, num_runs, num_taps, capacity, num_chunks, programs,
+        RANK, SHIFTS, PLACES, PERIODIC, SIDES, TAPS, CHUNK, ROWS_EACH, PASSES > 0,
     )  # fmt: skip
     wait_for_all(barriers_ptr + 1, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
@@ -466,9 +410,6 @@ def search_kernel(
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
 AROUND_BLOCKS = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
-_MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)
-MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
-CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
 SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, *(int,) * 8),

@@ -105,8 +105,8 @@ class TapWindow:
 
     @cached_property
     def key_words(self) -> torch.Tensor:
-        """The `key_words` of all taps in their default order, for at most 31 taps."""
-        return key_words(tap_order(self.offsets), self.all_taps, self.data.device)
+        """The `key_words` of the taps, of which there are at most 31."""
+        return key_words(self.offsets, self.data.device)
 
 
 @lru_cache(maxsize=512)
@@ -154,22 +154,18 @@ def tap_order(offsets: tuple[Ints, ...]) -> Ints:
 
 
 @lru_cache(maxsize=512)
-def key_words(significance: Ints, parts: tuple[Ints, ...], device: torch.device) -> torch.Tensor:
-    """(G, 1025) int32: for each group of up to 31 taps its mask, and 256 words for each byte of a mask.
+def key_words(offsets: tuple[Ints, ...], device: torch.device) -> torch.Tensor:
+    """(1024,) int32: 256 words for each byte of a mask of up to 31 taps, the xor of whose four words is its Gray rank.
 
-    The xor of a mask's four words is its rank in the Gray sequence (choosing bits, putting them in order and the rank
-    are linear over xor). ``significance`` lists the taps from the most to the least significant bit of the Gray code.
+    Putting bits in the `tap_order`, from the most to the least significant one, and the rank are linear over xor.
     """
+    flips = {tap: (1 << (len(offsets) - place)) - 1 for place, tap in enumerate(tap_order(offsets))}
     table = []
-    for part in parts:
-        ranked = [tap for tap in significance if tap in part]
-        flips = {tap: (1 << (len(ranked) - place)) - 1 for place, tap in enumerate(ranked)}
-        table.append([sum(1 << tap for tap in part)])
-        for byte in range(4):
-            words = [0]
-            for bit in range(8):  # the words of the values with this bit are those without it, with its flips
-                words += [word ^ flips.get(8 * byte + bit, 0) for word in words]
-            table[-1] += words
+    for byte in range(4):
+        words = [0]
+        for bit in range(8):  # the words of the values with this bit are those without it, with its flips
+            words += [word ^ flips.get(8 * byte + bit, 0) for word in words]
+        table += words
     return torch.tensor(table, dtype=torch.int32).to(device)
 
 
