@@ -345,7 +345,7 @@ class FoundEdges:
         if {"pairs", "schedule"} <= self.written:
             side = current()
             if side is not None and self.search.scratch is not None:
-                side.retire((self.search.scratch, self.search.counters))
+                side.retire(self.search.scratch)
             self.search = self.search.released()
 
 

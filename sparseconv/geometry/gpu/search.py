@@ -17,7 +17,6 @@ import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_probe import axis_blocks, axis_range, count_blocks, find
 from sparseconv.geometry.gpu.table import (
-    COUNTS,
     ENTRIES,
     KEYS,
     STATUS,
@@ -31,7 +30,7 @@ from sparseconv.geometry.gpu.taps import GIVEN, KEY_BITS, TapWindow, bit_places,
 from sparseconv.geometry.gpu.window_3x3x3 import CUBE, count_in_warps, mask_of_cube
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, leave, programs_at_once, wait_for_all
-from sparseconv.gpu.launcher import INTERPRETED, RESIDENT, Launcher, Pointer, ceil_div, constant, pointer, power_of_2
+from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, constant, pointer, power_of_2
 from sparseconv.gpu.radix_sort import COOPERATIVE_STEPS, COOPERATIVE_WARPS, Passes, count_digits, digits_of
 from sparseconv.gpu.report import Report
 from sparseconv.gpu.streams import StreamEvent, current, map_stream
@@ -75,45 +74,6 @@ class PendingCounts:
                 raise_for_status(table, values[-2] & 0xFFFFFFFF, values[-1])
             self._values, self._table = tuple(values[:-2]), None
         return self._values
-
-
-class Counters:
-    """Zeros in which edges are counted: totals of the taps (K,) int64, and counts (K, C) int32 by chunk."""
-
-    def __init__(self, table: CoordinateTable, taps: int, chunks: int) -> None:
-        self.shape = taps, chunks
-        self._first = (2 * taps + 3) & -4  # where the counts begin behind the totals, in 32-bit words
-        length = self._first + taps * chunks
-        self._start, self._arena = table.spare_zeros(length), table.arena
-        self._own: torch.Tensor | None = None
-        if self._start is None:
-            self._own = torch.zeros(length, dtype=torch.int32, device=table.coords.device)
-
-    @property
-    def pointers(self) -> tuple[Pointer, Pointer]:
-        """Totals and counts, for the kernels."""
-        if INTERPRETED:
-            return self._memory[: 2 * self.shape[0]].view(torch.int64), self.counts
-        base = self._arena[COUNTS] + 4 * (self._start or 0) if self._own is None else self._own.data_ptr()
-        return base, base + 4 * self._first
-
-    @property
-    def _memory(self) -> torch.Tensor:
-        return self._arena.tensor(COUNTS)[self._start :] if self._own is None else self._own
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """(K, C) int32."""
-        taps, chunks = self.shape
-        return self._memory[self._first : self._first + taps * chunks].view(taps, chunks)
-
-
-def scan_counts(counters: Counters, starts: Pointer, pending: PendingCounts, table: CoordinateTable) -> None:
-    """Launch `scan_kernel`."""
-    taps, chunks = counters.shape
-    totals, counts = counters.pointers
-    args = (counts, totals, starts, pointer(pending.offsets), pending.report.pointer, table.arena[STATUS], taps, chunks)
-    SCAN(table.coords.device, (max(taps, 1),), args, (4 * SCAN_BLOCK,))
 
 
 #: chunks that four warps sum at once
@@ -161,9 +121,10 @@ def scan_tap(
 SCAN = Launcher(scan_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, int, int), num_warps=16)
 
 
-#: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around a block, and a sort's
-STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
-SCRATCH = (_I32, _I32, _I32, _I64, _I32)
+#: the arrays of a search's scratch: edges by tap, and by tap and chunk, both from 0 on; edges of tap k before chunk c,
+#: sort keys, the blocks around a block, and a sort's
+TOTALS, COUNTS, STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(7)
+SCRATCH = (_I64, _I32, _I32, _I32, _I32, _I64, _I32)
 
 
 @dataclass(eq=False)
@@ -195,7 +156,6 @@ class WindowSearch:
     is_cube: bool = False  # whether each row looks at the 27 cells around it, for which there are kernels of their own
     chunk_rows: int = 1  # rows whose edges are counted together
     chunks: int = 0
-    counters: Counters | None = None
     pending: PendingCounts | None = None  # the counts of the edges, on their way to the host
     scratch: Arena | None = None
     passes: Passes | None = None  # of the sort of its rows, whose digits its launch may have counted
@@ -208,7 +168,7 @@ class WindowSearch:
     def released(self) -> WindowSearch:
         """The same without its scratch memory."""
         rest = object.__new__(WindowSearch)
-        rest.__dict__.update(self.__dict__, scratch=None, counters=None, pointers=())
+        rest.__dict__.update(self.__dict__, scratch=None, pointers=())
         return rest
 
     @property
@@ -226,9 +186,7 @@ class WindowSearch:
     @property
     def counts(self) -> torch.Tensor:
         """(K, C) int32: the edges of tap k among the target rows [c, c + 1) * chunk_rows."""
-        if self.counters is None:
-            raise ValueError("the counts of this search were released")
-        return self.counters.counts
+        return self.found[1].tensor(COUNTS).view(self.window.num_taps, self.chunks)
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -271,13 +229,12 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     AROUND_BLOCKS(table.coords.device, (programs,), args, constants)
 
 
-def launch_search(search: WindowSearch, counters: Counters, passes: Passes, programs: int) -> None:
+def launch_search(search: WindowSearch, passes: Passes, programs: int) -> None:
     """Surroundings, masks and sums of counts in one launch, and the digits of a cube's keys."""
     (table, scratch, pending), window = search.found, search.window
     taps, device, n = window.num_taps, table.coords.device, search.rows
-    totals, counts = counters.pointers
     args = (
-        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
+        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], scratch[COUNTS], scratch[TOTALS],
         barriers_of(device, table.device_count),
         table.arena[KEYS], table.arena[STATUS],
         scratch[STARTS], pointer(pending.offsets), pending.report.pointer, scratch[LINES],
@@ -521,35 +478,35 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     chunk_rows = rows_per_chunk(n)
     chunks = ceil_div(n, chunk_rows)
     narrow, side = taps <= KEY_BITS, current()
-    counters, pending = Counters(table, taps, chunks), PendingCounts(taps, table)
+    pending = PendingCounts(taps, table)
     blocks = table.most_blocks if is_local else 0
-    lengths = [taps * chunks, n if narrow else 0, blocks * constants[4]]
+    lengths = [taps, taps * chunks, taps * chunks, n if narrow else 0, blocks * constants[4]]
     passes, programs = None, 0
     if narrow and n:
         programs = programs_at_once(device, max(taps, ceil_div(n, 128)))
         passes = Passes(n, window.key_bits, max(1, programs - taps) if is_cube else 0)
         lengths += (passes.words, n)
-    scratch = Arena(device, SCRATCH, lengths)
+    scratch = Arena(device, SCRATCH, lengths, zeroed=2)
     entries, around = table.pointers[3:5]
     if is_local:
         entries, around = table.arena[ENTRIES], scratch[AROUND]
     pointers: tuple[Pointer, ...] = (pointer(coords), *table.pointers, entries, around, pointer(window.data))
     search = WindowSearch(
         coords, window, table, table.device_count, n, table.capacity, constants, is_local, is_cube, chunk_rows, chunks,
-        counters, pending, scratch, passes, None, pointers,
+        pending, scratch, passes, None, pointers,
     )  # fmt: skip
     if passes is not None and taps:
-        launch_search(search, counters, passes, programs)
+        launch_search(search, passes, programs)
     else:
         if is_local:
             launch_around(table, scratch[AROUND], blocks)
         if n and taps:
             neighbors = neighbor_table(search)
             search = replace(search, neighbors=neighbors)
-            totals, counts = counters.pointers
-            args = (pointer(neighbors), counts, totals, n, chunks)
+            args = (pointer(neighbors), scratch[COUNTS], scratch[TOTALS], n, chunks)
             COUNT(device, (chunks, taps), args, (search.chunk_rows, 128))
-        scan_counts(counters, scratch[STARTS], pending, table)
+        sums = scratch[COUNTS], scratch[TOTALS], scratch[STARTS], pointer(pending.offsets), pending.report.pointer
+        SCAN(device, (max(taps, 1),), (*sums, table.arena[STATUS], taps, chunks), (4 * SCAN_BLOCK,))
     if table.device_count is None:
         pending.report.send()
     return search if side is None else replace(search, moment=side.moment())

@@ -272,7 +272,6 @@ class CoordinateTable:
     capacity: int  # slots
     shifts: tuple[int, ...]  # log2 of a block's edge along each axis, the batch (0) first
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
-    spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
     report: Report | None  # status and ranges on their way to the host; None where either is not asked for
     device_count: DeviceCount | None = (
         None  # of rows whose number the host does not know: nothing of theirs is ever read back
@@ -300,21 +299,10 @@ class CoordinateTable:
             read_table(self)
         return self.coords.shape[0] if self.status is None else self.status.blocks
 
-    def spare_zeros(self, length: int) -> int | None:
-        """Where in the arena's COUNTS so many zeros begin that nobody else gets; None if none are left."""
-        for piece in tuple(self.spare):
-            if piece[1] >= length:
-                try:
-                    self.spare.remove(piece)
-                except ValueError:  # another thread was faster
-                    continue
-                return piece[0]
-        return None
 
-
-#: the arrays of a table's arena; those up to COUNTS start as zeros
-SLOTS, STATUS, RANGES, COUNTS, IDS, INFOS, KEYS, ROWS, ENTRIES = range(9)
-TABLE_DTYPES = (_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64)
+#: the arrays of a table's arena; those before IDS start as zeros
+SLOTS, STATUS, RANGES, IDS, INFOS, KEYS, ROWS, ENTRIES = range(8)
+TABLE_DTYPES = (_I64, _I64, _I32, _I32, _I64, _I64, _I32, _I64)
 
 
 def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -361,15 +349,12 @@ def build_table(
     given = aligned(coords)
     coords = given if copy is None else copy
     device, capacity, some = coords.device, max(64, n + n // 2), n or 1
-    # zeros for two windows on the rows themselves or on coarser ones, of 16 taps and of 32: totals, then counts
-    unit = 16 * -(-n // rows_per_chunk(n))
-    spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
-    lengths = [2 * capacity, 2, 2 * columns, 3 * unit + 192, capacity, 2 * some, some, some, some]
-    arena = Arena(device, TABLE_DTYPES, lengths, 0 if 0 < n <= CLEARED_ROWS else 4)
+    lengths = [2 * capacity, 2, 2 * columns, capacity, 2 * some, some, some, some]
+    arena = Arena(device, TABLE_DTYPES, lengths, 0 if 0 < n <= CLEARED_ROWS else IDS)
     report = Report(2 + 2 * columns, device) if n and ranges is None and device_count is None else None
     spread = arena[RANGES] if ranges is None else pointer(ranges)
     pointers = (spread, arena[SLOTS], arena[IDS], arena[INFOS], arena[ROWS])
-    table = CoordinateTable(coords, ranges, arena, capacity, _SHIFTS[columns], pointers, spare, report, device_count)
+    table = CoordinateTable(coords, ranges, arena, capacity, _SHIFTS[columns], pointers, report, device_count)
     if n:
         _launch_table(table, given, device_count if checked else None)
         if report is not None:
