@@ -13,9 +13,6 @@ from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 from sparseconv.geometry.window import Window
 
-#: voxels times taps up to which all taps are tried at once: calls of torch, not numbers, take the time
-FEW = 1 << 16
-
 
 def unique_coords(coords: torch.Tensor) -> torch.Tensor:
     """The distinct rows of coords (M, 1+D) of any integer dtype, int32 in lexicographic order."""
@@ -42,7 +39,7 @@ def reached(
 
     They are folded into ``torus``, and those outside of ``within`` are left out. Where the window fills a box, the
     coarse voxels that see a fine one fill a box, too: axis after axis, and no tap is tried. In other windows taps with
-    the same offsets along the first axes go together, and in a small scene all taps are tried at once.
+    the same offsets along the first axes go together.
 
     >>> window = Window.of(1, (3,), (2,), (1,), None)  # offsets -1, 0, 1
     >>> reached(torch.tensor([[0, 4], [0, 7]]), window, to_fine=False).tolist()
@@ -51,8 +48,6 @@ def reached(
 
     if not to_fine and window.fills_box:
         return _by_boxes(coords, window, torus, within)
-    if len(coords) * len(window.offsets) <= FEW:
-        return _at_once(coords, window, to_fine, torus, within)
 
     def along(axis: int, columns: list[torch.Tensor], taps: list[Ints]) -> Iterator[list[torch.Tensor]]:
         """The columns of what is reached through these taps; those before ``axis`` are there already."""
@@ -101,28 +96,6 @@ def _by_boxes(
             columns = [other.index_select(0, rows) for other in columns]
             columns[axis + 1] = places.flatten().index_select(0, kept)
     return torch.stack(columns, 1)
-
-
-def _at_once(
-    coords: torch.Tensor, window: Window, to_fine: bool, torus: IndexRange | None, within: IndexRange | None
-) -> torch.Tensor:
-    """What `reached` gives, from every voxel with every tap: few calls, and more numbers."""
-    offsets, stride = torch.tensor(window.offsets, device=coords.device), row(window.stride, coords)
-    rows = coords.long()[:, None].expand(-1, len(offsets), -1)
-    if to_fine:
-        places, valid = rows[..., 1:] * stride + offsets, None
-    else:
-        moved = rows[..., 1:] - offsets
-        places = torch.div(moved, stride, rounding_mode="floor")
-        valid = places * stride == moved
-    if torus is not None:
-        start = row(torus.start, coords)
-        places = (places - start) % row(torus.shape, coords) + start
-    if within is not None:
-        inside = (places >= row(within.start, coords)) & (places < row(within.end, coords))
-        valid = inside if valid is None else inside & valid
-    found = torch.cat([rows[..., :1], places], 2)
-    return found.flatten(0, 1) if valid is None else found[valid.all(2)]
 
 
 def _moved(column: torch.Tensor, offset: int, stride: int, to_fine: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

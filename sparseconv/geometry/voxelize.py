@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,8 +91,8 @@ def voxelize(
         return VoxelGrid(nothing, batch_size, size, corner), torch.zeros(0, dtype=torch.int64, device=points.device)
     if points.is_cuda:
         check_card(points.device)
-    found = _Cells(points, batch, size, corner)
-    low, high = found.low, found.high
+    cells = _cells(points.detach(), size, corner)
+    low, high = _bounds(cells, batch)
     if not all(map(math.isfinite, low + high)):
         finite = torch.isfinite(points).all(1)
         if not bool(finite.all()):
@@ -118,40 +117,28 @@ def voxelize(
         raise ValueError(f"batch names item {high[0]:.0f}, but batch_size is {batch_size}")
     items = checked_batch_size(int(high[0]) + 1) if batch_size is None else batch_size
     box = IndexRange([int(v) for v in low[1:]], [int(v) + 1 for v in high[1:]])
-    coords, rows = found.merge(KeySpace(IndexRange((0, *box.start), (items, *box.end))))
+    coords, rows = _merged(cells, batch, KeySpace(IndexRange((0, *box.start), (items, *box.end))))
     like = object.__new__(VoxelGrid)
     like.batch_size, like.voxel_size, like.origin, like.is_placed = items, size, corner, True
     return like._known(coords, box, fills=True), rows
 
 
-@cache
-def _on_gpu() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    from sparseconv.gpu.radix_sort import unique_keys  # Triton is loaded where it is used
+def _merged(cells: torch.Tensor, batch: torch.Tensor | None, space: KeySpace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Voxels (N, 1+D) int32 in lexicographic order, and the row of each point (M,) int64, of cells within a space."""
+    columns = cells.int()
+    if batch is not None:
+        columns = torch.cat([batch[:, None].int(), columns], 1)
+    keys = space.keys(columns, narrow=True)
+    if keys.is_cuda and keys.dtype == torch.int32:  # a radix sort of as many bits as there are keys
+        from sparseconv.gpu.radix_sort import unique_keys  # Triton is loaded where it is used
 
-    return unique_keys
-
-
-class _Cells:
-    """Points in their cells, by torch: bounds of batch items and cells, inclusive; nan or infinite where a cell is."""
-
-    def __init__(self, points: torch.Tensor, batch: torch.Tensor | None, size: Floats, corner: Floats) -> None:
-        self._cells, self._batch = _cells(points.detach(), size, corner), batch
-        self.low, self.high = _bounds(self._cells, batch)
-
-    def merge(self, space: KeySpace) -> tuple[torch.Tensor, torch.Tensor]:
-        """Voxels (N, 1+D) int32 in lexicographic order, and the row of each point (M,) int64; within the bounds."""
-        columns = self._cells.int()
-        if self._batch is not None:
-            columns = torch.cat([self._batch[:, None].int(), columns], 1)
-        keys = space.keys(columns, narrow=True)
-        if keys.is_cuda and keys.dtype == torch.int32:  # a radix sort of as many bits as there are keys
-            first, rows = _on_gpu()(keys, max(1, (math.prod(space.size) - 1).bit_length()))
-            coords = columns.index_select(0, first)
-        else:
-            keys, rows = torch.unique(keys, return_inverse=True)
-            # all points of a voxel write the same numbers
-            coords = columns.new_empty(len(keys), columns.shape[1]).index_copy_(0, rows, columns)
-        return coords if self._batch is not None else torch.nn.functional.pad(coords, (1, 0)), rows
+        first, rows = unique_keys(keys, max(1, (math.prod(space.size) - 1).bit_length()))
+        coords = columns.index_select(0, first)
+    else:
+        keys, rows = torch.unique(keys, return_inverse=True)
+        # all points of a voxel write the same numbers
+        coords = columns.new_empty(len(keys), columns.shape[1]).index_copy_(0, rows, columns)
+    return coords if batch is not None else torch.nn.functional.pad(coords, (1, 0)), rows
 
 
 def _cells(points: torch.Tensor, size: Floats, corner: Floats) -> torch.Tensor:
