@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.kinds import check_tensor, described
+from sparseconv.checks import check_tensor, described
 
 #: one value of one value, or of those in the same place of several tensors
 ELEMENTWISE = """abs absolute add acos acosh alpha_dropout asin asinh atan atan2 atanh bernoulli ceil celu clamp

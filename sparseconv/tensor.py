@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.checks import (
+    SEVERAL,
+    as_device,
+    check_integers,
+    check_kind,
+    check_same_space,
+    check_tensor,
+    described,
+    no_grid,
+    rows_of_points,
+    warn,
+)
 from sparseconv.device_mixin import Movable
-from sparseconv.geometry.arguments import SEVERAL, check_integers, check_same_space, no_grid, rows_of_points
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid, in_trace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
-from sparseconv.kinds import as_device, check_kind, check_tensor, described, warn
 from sparseconv.other_names import attribute_error
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, method_advice, name_of
 from sparseconv.torch_private import collators, register_tree, tracing

@@ -21,7 +21,7 @@ FLOORS = {
     "files": -1,
     "autograd_function": 0,
     "transforms": 0,
-    "kinds": 0,
+    "checks": 0,
     "other_names": 0,
     "device_mixin": 0,
     "row_functions": 1,

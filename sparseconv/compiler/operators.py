@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparseconv.geometry.arguments import row
+from sparseconv.checks import check_choice, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints
-from sparseconv.kinds import check_choice
 from sparseconv.operators import checked_convolution, checked_weight_gradient
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from sparseconv.checks import INTEGERS, Floats, check_count, checked_batch_size, numbers
 from sparseconv.compiler.operators import held_by
 from sparseconv.compiler.settings import while_tracing
-from sparseconv.geometry.arguments import INTEGERS, Floats, checked_batch_size, numbers
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
-from sparseconv.kinds import check_count
 from sparseconv.plan.convolution import Axes, ConvolutionPlan, as_epilogue, autocast, by_tap, checked_window
 from sparseconv.torch_private import exporting, tracing
 

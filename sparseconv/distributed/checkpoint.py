@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from sparseconv.checks import check_kind
 from sparseconv.distributed.agreement import agreed, why
 from sparseconv.distributed.grid import ShardedGrid, check_rows, group_of, shard
 from sparseconv.distributed.partition import Order
 from sparseconv.files import BLOCK, written_whole
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.kinds import check_kind
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from sparseconv.checks import check_choice, check_count, check_kind, check_tensor
 from sparseconv.distributed.agreement import agreed, agreed_call
 from sparseconv.distributed.exchange import Exchange, send_to, sendable, summed
 from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
 from sparseconv.geometry.coord_ops import unique_coords
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.kinds import check_choice, check_count, check_kind, check_tensor
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Integer, Shaped

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from sparseconv.checks import check_kind
 from sparseconv.files import check_archive, check_place, written_whole
-from sparseconv.kinds import check_kind
 from sparseconv.torch_private import compile_package, load_package, pytree
 
 CPP = Path(__file__).parent / "cpp"

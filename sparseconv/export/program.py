@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import batch_norm
 from torch.overrides import TorchFunctionMode
 
+from sparseconv.checks import check_kind, check_tensor
 from sparseconv.files import check_place, written_whole
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.kinds import check_kind, check_tensor
 from sparseconv.ops.comparing import same
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree

@@ -8,9 +8,9 @@ from itertools import groupby
 
 import torch
 
-from sparseconv.geometry.arguments import INT32, bounds, check_box, check_rows, row
+from sparseconv.checks import INT32, bounds, check_rows, row
 from sparseconv.geometry.keys import KeySpace
-from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
+from sparseconv.geometry.ranges import IndexRange, Ints, check_box, per_axis
 from sparseconv.geometry.window import Window
 
 

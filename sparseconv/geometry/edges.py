@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import check_box, close, outside, row
+from sparseconv.checks import close, row
 from sparseconv.geometry.coord_ops import reached, unique_coords
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.ranges import DENSE_KINDS, Boundary, IndexRange
+from sparseconv.geometry.ranges import DENSE_KINDS, Boundary, IndexRange, check_box, outside
 from sparseconv.geometry.window import Window, symmetry
 from sparseconv.gpu.streams import map_stream
 

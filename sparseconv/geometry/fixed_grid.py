@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INT32, Floats, check_box, check_mask, checked_device
+from sparseconv.checks import INT32, Floats, check_mask, check_values, checked_device
 from sparseconv.geometry.coord_ops import places_of, reached, unique_coords
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.example import BARRIERS, zeros_for
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import SortedTable
-from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.ranges import Boundary, IndexRange, check_box
 from sparseconv.geometry.views.dense import checked_box, filled_within
 from sparseconv.geometry.window import Window
 from sparseconv.gpu.streams import following, keep, map_stream
-from sparseconv.kinds import check_values
 from sparseconv.torch_private import no_transforms
 
 if TYPE_CHECKING:

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.device_mixin import Movable
-from sparseconv.geometry.arguments import (
+from sparseconv.checks import (
     INT32,
     INTEGERS,
     Floats,
     bounds,
+    check_choice,
     check_indices,
+    check_kind,
     check_mask,
     check_same_space,
     check_several,
+    check_values,
     checked_batch_size,
     checked_coords,
     checked_device,
@@ -27,6 +29,7 @@ from sparseconv.geometry.arguments import (
     numbers,
     own,
 )
+from sparseconv.device_mixin import Movable
 from sparseconv.geometry.coord_ops import checked_factors, coarser, finer, morton_rows, near
 from sparseconv.geometry.cuda_capability import check_card
 from sparseconv.geometry.example import ExampleSizes
@@ -34,7 +37,6 @@ from sparseconv.geometry.keys import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, per_axis
 from sparseconv.geometry.views.dense import checked_box, filled, sites_of
 from sparseconv.geometry.views.picture import html
-from sparseconv.kinds import check_choice, check_kind, check_values
 from sparseconv.torch_private import tracing
 
 if TYPE_CHECKING:

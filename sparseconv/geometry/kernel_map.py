@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sparseconv import transforms
+from sparseconv.checks import checked_device
 from sparseconv.device_mixin import Movable
-from sparseconv.geometry.arguments import checked_device
 from sparseconv.geometry.gpu.lists import WorkLists
 from sparseconv.gpu.streams import edge_stream, map_stream
 

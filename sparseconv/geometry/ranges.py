@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from sparseconv.checks import INT32
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Integer
 
@@ -129,6 +131,17 @@ class IndexRange:
 
     def __str__(self) -> str:
         return " x ".join(f"[{s}, {e})" for s, e in zip(self.start, self.end))
+
+
+def outside(box: IndexRange) -> bool:
+    """Whether a box of voxels leaves 32 bits."""
+    return box.rank > 0 and (min(box.start) < INT32.min or max(box.end) > INT32.max)
+
+
+def check_box(box: IndexRange, what: str) -> None:
+    """Raise ValueError where a box of voxels leaves 32 bits."""
+    if outside(box):
+        raise ValueError(f"{what} must lie within 32 bits, from {INT32.min} to {INT32.max}; got {box}")
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INT32, INTEGERS, Floats, checked_batch_size, numbers
+from sparseconv.checks import INT32, INTEGERS, Floats, check_values, checked_batch_size, numbers
 from sparseconv.geometry.cuda_capability import check_card
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.kinds import check_values
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int64, Integer

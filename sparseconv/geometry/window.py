@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.arguments import INT32, row
+from sparseconv.checks import INT32, row
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import IndexRange, Ints, integers, per_axis
 

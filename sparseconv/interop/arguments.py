@@ -12,11 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import INT32, INTEGERS, bounds, check_indices, row
+from sparseconv.checks import (
+    INT32,
+    INTEGERS,
+    bounds,
+    check_indices,
+    check_kind,
+    check_tensor,
+    check_values,
+    described,
+    row,
+    shortened,
+)
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.kinds import check_kind, check_tensor, check_values, described, shortened
 from sparseconv.torch_private import exporting, surely, tracing
 
 

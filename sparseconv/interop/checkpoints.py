@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.checks import check_kind
 from sparseconv.files import check_place
 from sparseconv.interop.files import State, check_entries, read, some, write
 from sparseconv.interop.layouts import LAYOUTS, Layout, check_order, kernel_of, layout_of, permute
-from sparseconv.kinds import check_kind
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

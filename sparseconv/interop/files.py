@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.checks import check_kind, check_values
 from sparseconv.files import check_archive, check_place, most_bytes, written_whole
-from sparseconv.kinds import check_kind, check_values
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

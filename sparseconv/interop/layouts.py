@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from sparseconv.checks import check_kind
 from sparseconv.geometry.ranges import Ints, per_axis
-from sparseconv.kinds import check_kind
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from sparseconv.checks import check_count
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.kinds import check_count
 from sparseconv.nn.geometry import Axes, LayerGeometry, checked_target, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
 from sparseconv.other_names import constructor

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from sparseconv.backends.base import check_backend
+from sparseconv.checks import as_tensor, check_choice, check_count, check_kind, check_tensor, no_batch, shortened
 from sparseconv.compiler import traced as traced
-from sparseconv.geometry.arguments import no_batch
 from sparseconv.geometry.edges import torus_of
 from sparseconv.geometry.grid import VoxelGrid, in_trace
 from sparseconv.geometry.ranges import KINDS, Boundary, Ints, per_axis
 from sparseconv.geometry.window import Window
-from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor, shortened
 from sparseconv.ops.rows import check_plan
 from sparseconv.plan.convolution import ConvolutionPlan, checked_boundary
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan

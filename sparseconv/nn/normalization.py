@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from sparseconv.checks import check_count
 from sparseconv.compiler import operators
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.kinds import check_count
 from sparseconv.nn.fused.live_rows import over_live_rows
 from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.geometry import grid_in

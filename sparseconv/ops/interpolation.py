@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INT32
+from sparseconv.checks import INT32, check_choice, check_tensor
 from sparseconv.geometry.coord_ops import places_of
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.fixed_grid_io import POINTS, note_fault
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.gpu.streams import following, keep
-from sparseconv.kinds import check_choice, check_tensor
 from sparseconv.ops.rows import check_grid, check_rows
 from sparseconv.products import SparseProductInfo, SparseScaleInfo, sparse_scale, sparse_vecsca
 from sparseconv.products.info import known_right

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
+from sparseconv.checks import check_tensor
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.kinds import check_tensor
 from sparseconv.ops.rows import check_plan, check_rows
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import (

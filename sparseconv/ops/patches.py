@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INTEGERS, row
+from sparseconv.checks import INTEGERS, check_count, check_tensor, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints, per_axis
-from sparseconv.kinds import check_count, check_tensor
 from sparseconv.ops.items import split_sizes
 from sparseconv.ops.rows import check_grid, check_rows
 

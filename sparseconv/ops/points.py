@@ -14,7 +14,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd_function import Function
-from sparseconv.kinds import check_choice, check_count, check_tensor
+from sparseconv.checks import check_choice, check_count, check_tensor
 from sparseconv.ops.rows import check_rows, kept
 from sparseconv.products import SparseScaleInfo, sparse_scale
 from sparseconv.products.info import known_right

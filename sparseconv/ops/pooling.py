@@ -19,8 +19,8 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd_function import Function
+from sparseconv.checks import check_tensor
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.kinds import check_tensor
 from sparseconv.ops.rows import check_plan, check_rows, kept, on_kernels, recorder, wide
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import SparseScaleInfo, sparse_scale

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.checks import check_tensor, described
 from sparseconv.geometry.cuda_capability import has_kernels
 from sparseconv.geometry.grid import VoxelGrid, in_trace, left_trace
-from sparseconv.kinds import check_tensor, described
 from sparseconv.torch_private import dispatch_modes, functional, tracing
 from sparseconv.transforms import check_not_recorded
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INTEGERS, bounds
+from sparseconv.checks import INTEGERS, bounds, check_choice, check_count, check_values
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.kinds import check_choice, check_count, check_values
 from sparseconv.ops.rows import check_grid, on_kernels
 
 if TYPE_CHECKING:

@@ -13,15 +13,14 @@ import torch
 from sparseconv import transforms
 from sparseconv.autograd import Edges, convolution, edges_tensor
 from sparseconv.backends.base import Request, check_backend, choose
+from sparseconv.checks import as_device, check_count, check_tensor, no_batch, rows_of_points, shortened, warn
 from sparseconv.device_mixin import Movable
-from sparseconv.geometry.arguments import check_box, no_batch, rows_of_points
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits, inside
 from sparseconv.geometry.grid import VoxelGrid, check_grid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
-from sparseconv.geometry.ranges import Boundary
+from sparseconv.geometry.ranges import Boundary, check_box
 from sparseconv.geometry.window import Window
-from sparseconv.kinds import as_device, check_count, check_tensor, shortened, warn
 from sparseconv.plan.explain import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.packed_weights import PackedWeights

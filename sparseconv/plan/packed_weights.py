@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparseconv.kinds import as_device
+from sparseconv.checks import as_device
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

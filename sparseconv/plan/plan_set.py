@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
+from sparseconv.checks import check_same_space, checked_device
 from sparseconv.device_mixin import Movable
-from sparseconv.geometry.arguments import check_same_space, checked_device
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.plan.convolution import ConvolutionPlan

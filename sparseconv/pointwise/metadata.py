@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.kinds import check_tensor
+from sparseconv.checks import check_tensor
 from sparseconv.pointwise import promotion
 from sparseconv.pointwise.kernel import layout
 from sparseconv.pointwise.promotion import Dtypes, Operand

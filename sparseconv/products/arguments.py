@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparseconv.kinds import check_tensor, described
+from sparseconv.checks import check_tensor, described
 from sparseconv.products.info import Info
 from sparseconv.products.table import Product
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparseconv.kinds import as_tensor, check_count, check_kind
+from sparseconv.checks import as_tensor, check_count, check_kind
 from sparseconv.products.info import AnyInfo, SparseProductInfo, SparseScaleInfo, known_right
 
 #: an index or a scale as a tensor, an array or a list

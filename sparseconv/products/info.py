@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from sparseconv.kinds import as_device, check_count, check_tensor
+from sparseconv.checks import as_device, check_count, check_tensor
 from sparseconv.products.terms import Terms, make_terms
 from sparseconv.products.values import Input, least_rows
 

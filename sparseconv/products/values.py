@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from sparseconv import transforms
-from sparseconv.kinds import shortened
+from sparseconv.checks import shortened
 
 #: above every index: the limit where a size is not known
 _ANY = 2**62

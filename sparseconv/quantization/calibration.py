@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sparseconv.backends.float8 import FLOAT8
+from sparseconv.checks import check_kind
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.kinds import check_kind
 from sparseconv.quantization.float8 import Float8Builder
 from sparseconv.quantization.network import QuantizedNetwork
 from sparseconv.quantization.program import Builder

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS, check_indices
+from sparseconv.checks import INTEGERS, check_count, check_indices, check_tensor, described
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.kinds import check_count, check_tensor, described
 from sparseconv.tensor import SparseTensor
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sparseconv.checks import as_device, check_count, check_kind, described
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.gpu.digests import digest
-from sparseconv.kinds import as_device, check_count, check_kind, described
 from sparseconv.streaming.backward import Streamed, parameters_of
 from sparseconv.streaming.blocks import piece_of
 from sparseconv.streaming.phases import GRID, Program

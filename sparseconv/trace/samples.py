@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from sparseconv.checks import described
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.kinds import described
 from sparseconv.ops.comparing import same
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sparseconv.checks import check_count, check_tensor
 from sparseconv.geometry import VoxelGrid
-from sparseconv.kinds import check_count, check_tensor
 from sparseconv.plan import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 from sparseconv.viz.cells import axis_label, unit_of

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
+from sparseconv.checks import check_values, warn
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, per_axis
-from sparseconv.kinds import check_values, warn
 
 
 def sites_of(dense: torch.Tensor, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

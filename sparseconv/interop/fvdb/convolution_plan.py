@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.checks import check_count, check_kind, check_values
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.fvdb.grid_batch import GridBatch, steps
 from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
-from sparseconv.kinds import check_count, check_kind, check_values
 from sparseconv.plan.convolution import ConvolutionPlan as Plan
 
 

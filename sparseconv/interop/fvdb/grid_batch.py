@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS
+from sparseconv.checks import INTEGERS, as_tensor, check_kind, check_tensor, check_values
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.arguments import axes
 from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
-from sparseconv.kinds import as_tensor, check_kind, check_tensor, check_values
 from sparseconv.plan.convolution import ConvolutionPlan as Plan
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS
-from sparseconv.kinds import check_tensor, check_values, described, shortened
+from sparseconv.checks import INTEGERS, check_tensor, check_values, described, shortened
 from sparseconv.torch_private import settable
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from sparseconv.checks import check_kind
 from sparseconv.interop.arguments import uniform_
 from sparseconv.interop.fvdb.convolution_plan import ConvolutionPlan
 from sparseconv.interop.fvdb.grid_batch import steps
 from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
-from sparseconv.kinds import check_kind
 
 
 class _Convolution(torch.nn.Module):

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from sparseconv.checks import as_tensor, check_kind
 from sparseconv.geometry.ranges import Ints
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, floor_to_int32, integers, trace_constants
 from sparseconv.interop.layouts import hyper_cross_taps
-from sparseconv.kinds import as_tensor, check_kind
 
 #: one integer, or one an axis
 Axes: TypeAlias = int | Sequence[int] | np.ndarray | torch.Tensor

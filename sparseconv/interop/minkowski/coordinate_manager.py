@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from sparseconv.checks import bounds, check_kind, row
 from sparseconv.compiler.traced import TracedGrid
-from sparseconv.geometry.arguments import bounds, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.arguments import by_first_row, check_rows, floor_to_int32, scaled_coords, trace_constants
@@ -29,7 +29,6 @@ from sparseconv.interop.minkowski.common import (
     positive,
     rank_of,
 )
-from sparseconv.kinds import check_kind
 from sparseconv.ops.interpolation import Interpolation
 from sparseconv.ops.points import PointGroups
 from sparseconv.plan.convolution import ConvolutionPlan

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparseconv.geometry.arguments import INTEGERS
+from sparseconv.checks import INTEGERS, check_kind, check_values
 from sparseconv.interop.arguments import integers
 from sparseconv.interop.minkowski.common import CoordinateMapKey
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.layers import MinkowskiModuleBase, check_input, given_manager
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor, TensorField, features_of, with_features
-from sparseconv.kinds import check_kind, check_values
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
 

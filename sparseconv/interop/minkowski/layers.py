@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INTEGERS, check_mask, no_batch
+from sparseconv.checks import INTEGERS, check_kind, check_mask, check_values, described, no_batch
 from sparseconv.interop.arguments import check_features, integers, specialized, trace_constants, uniform_
 from sparseconv.interop.minkowski.common import (
     Axes,
@@ -26,7 +26,6 @@ from sparseconv.interop.minkowski.sparse_tensor import (
     TensorField,
     features_of,
 )
-from sparseconv.kinds import check_kind, check_values, described
 from sparseconv.ops.neighborhood import depthwise_convolution
 from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.ops.pooling import avg_pool, max_pool, sum_pool

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv import transforms
+from sparseconv.checks import as_device, check_kind, check_tensor, check_values, described
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.dense import filled
 from sparseconv.interop.arguments import axes, check_features, check_order, floor_to_int32, integers, maps_for_trace
@@ -21,7 +22,6 @@ from sparseconv.interop.minkowski.common import (
 )
 from sparseconv.interop.minkowski.common import SparseTensorQuantizationMode as Mode
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager, TracedManager, same
-from sparseconv.kinds import as_device, check_kind, check_tensor, check_values, described
 from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.torch_private import settable, surely
 from sparseconv.transforms import check_not_recorded

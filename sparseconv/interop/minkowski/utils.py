@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from sparseconv.geometry import arguments
+from sparseconv import checks as arguments
+from sparseconv.checks import as_device, as_tensor, check_kind, check_values, described
 from sparseconv.interop.arguments import first_rows, floor_to_int32
 from sparseconv.interop.minkowski.common import Axes, positive
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateMap
-from sparseconv.kinds import as_device, as_tensor, check_kind, check_values, described
 
 Rows: TypeAlias = np.ndarray | torch.Tensor
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparseconv.checks import described
 from sparseconv.interop.arguments import integers
-from sparseconv.kinds import described
 
 #: pairs of boxes whose corners are cut at once
 CHUNK = 4096

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.kinds import described
+from sparseconv.checks import described
 
 
 class ConvAlgo(Enum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sparseconv.checks import as_device, check_kind, check_values
 from sparseconv.interop.arguments import find_sorted
-from sparseconv.kinds import as_device, check_kind, check_values
 
 
 class HashTable:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparseconv.checks import described
 from sparseconv.interop.spconv.boxes import (  # noqa: F401
     non_max_suppression_cpu,
     rbbox_intersection,
@@ -15,7 +16,6 @@ from sparseconv.interop.spconv.boxes import (  # noqa: F401
     rotate_non_max_suppression_cpu,
 )
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
-from sparseconv.kinds import described
 
 
 class VoxelGeneratorV2:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.arguments import row
+from sparseconv.checks import row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import check_rows
 from sparseconv.interop.torchsparse.conventions import make_ntuple

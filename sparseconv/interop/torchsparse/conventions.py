@@ -6,8 +6,8 @@ import os
 from enum import Enum
 from typing import Any
 
+from sparseconv.checks import check_choice
 from sparseconv.interop.arguments import axes
-from sparseconv.kinds import check_choice
 
 KMAP_MODES = ("hashmap_on_the_fly", "hashmap")
 DOWNSAMPLE_MODES = ("spconv", "minkowski")

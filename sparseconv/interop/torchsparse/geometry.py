@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.arguments import row
+from sparseconv.checks import check_choice, row, warn
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.interop.arguments import scaled_coords
@@ -22,7 +22,6 @@ from sparseconv.interop.torchsparse.conventions import (
     get_version,
 )
 from sparseconv.interop.torchsparse.tensor import Ints
-from sparseconv.kinds import check_choice, warn
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.within import dense_shape
 from sparseconv.torch_private import tracing

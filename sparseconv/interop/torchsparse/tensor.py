@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import own, row
+from sparseconv.checks import check_kind, check_tensor, own, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.dense import filled
@@ -33,7 +33,6 @@ from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
     make_ntuple,
     set_allow_negative_coordinates,
 )
-from sparseconv.kinds import check_kind, check_tensor
 from sparseconv.torch_private import settable, surely, tracing
 from sparseconv.transforms import check_not_recorded
 

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import bounds, numbers
+from sparseconv.checks import as_tensor, bounds, check_kind, numbers
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.interop.arguments import floor_to_int32
 from sparseconv.interop.torchsparse.conventions import Version, get_version, make_ntuple  # noqa: F401
 from sparseconv.interop.torchsparse.tensor import SparseTensor, to_dense  # noqa: F401
-from sparseconv.kinds import as_tensor, check_kind
 
 
 def make_tensor(x: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparseconv.kinds import check_count, check_tensor
+from sparseconv.checks import check_count, check_tensor
 from sparseconv.ops.rows import check_rows, wide
 
 if TYPE_CHECKING:

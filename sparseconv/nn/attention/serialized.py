@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparseconv.kinds import check_count, check_kind
+from sparseconv.checks import check_count, check_kind
 from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import SparseModule, features_of

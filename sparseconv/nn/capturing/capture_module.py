@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparseconv.kinds import warn
+from sparseconv.checks import warn
 from sparseconv.nn.capturing.module import Captured
 from sparseconv.nn.capturing.region import is_sparse_layer
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sparseconv.kinds import check_choice, check_kind
+from sparseconv.checks import check_choice, check_kind
 from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.attention.serialized import SerializedAttention
 from sparseconv.nn.containers import Sequential

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparseconv.kinds import check_count
+from sparseconv.checks import check_count
 from sparseconv.nn.attention.serialized import SerializedAttention
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import SubmanifoldConv

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.kinds import check_count, check_kind
+from sparseconv.checks import check_count, check_kind
 from sparseconv.nn.blocks import Activation, Bottleneck, ConvBlock, Norm, ResidualBlock
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from sparseconv.checks import check_choice, check_values
 from sparseconv.interop.arguments import check_features, floor_to_int32
 from sparseconv.interop.flex_gemm.geometry import sizes, voxels
-from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.interpolation import Interpolation
 
 #: points that are looked up at once: about 0.8 KB each meanwhile

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.arguments import INT32
+from sparseconv.checks import INT32, check_choice, check_values
 from sparseconv.interop.arguments import check_rows
 from sparseconv.interop.flex_gemm.geometry import bits, sizes
-from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.serialization import serial_codes
 
 CURVES = {"z_order": "z", "hilbert": "hilbert"}

@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.checks import check_choice, check_values, own
 from sparseconv.compiler.traced import TracedPlan
-from sparseconv.geometry.arguments import own
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.arguments import axes, check_features, is_unmodified
 from sparseconv.interop.flex_gemm.geometry import bits, sizes, voxels
-from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.serialization import serialize
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.within import dense_shape, plan_within

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS, checked_coords, no_batch, own
+from sparseconv.checks import INTEGERS, check_kind, check_tensor, check_values, checked_coords, no_batch, own
 from sparseconv.geometry.grid import VoxelGrid, left_trace
 from sparseconv.interop.arguments import axes, check_order, integers
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside, place_in_trace
 from sparseconv.interop.spconv.pytorch.tracing import Traced
-from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import check_in_trace, exporting, settable, tracing

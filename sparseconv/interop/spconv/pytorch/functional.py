@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS
+from sparseconv.checks import INTEGERS, check_values
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.interop.arguments import check_features, integers
@@ -16,7 +16,6 @@ from sparseconv.interop.spconv.core import activated
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import Place
 from sparseconv.interop.spconv.pytorch.tracing import recorded
-from sparseconv.kinds import check_values
 from sparseconv.ops.pooling import edge_max, edge_sum
 from sparseconv.plan.convolution import autocast, check_operands
 from sparseconv.plan.fused import fused_convolution

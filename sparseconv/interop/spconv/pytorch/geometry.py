@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sparseconv import transforms
+from sparseconv.checks import own
 from sparseconv.compiler.traced import TracedGrid, TracedPlan
-from sparseconv.geometry.arguments import own
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid, left_trace
 from sparseconv.geometry.grid_cache import known, remember

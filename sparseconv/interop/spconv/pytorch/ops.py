@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS
+from sparseconv.checks import INTEGERS, check_values
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, check_features, integers
@@ -22,7 +22,6 @@ from sparseconv.interop.spconv.pytorch.geometry import (
     find_plan,
     pair_table,
 )
-from sparseconv.kinds import check_values
 from sparseconv.ops.pooling import edge_sum
 from sparseconv.plan.convolution import ConvolutionPlan
 

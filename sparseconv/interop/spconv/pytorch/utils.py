@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS, numbers
+from sparseconv.checks import INTEGERS, as_device, check_values, described, numbers, shortened
 from sparseconv.geometry.keys import KEY_LIMIT
 from sparseconv.interop.arguments import first_rows, integers
 from sparseconv.interop.spconv import point_loop
-from sparseconv.kinds import as_device, check_values, described, shortened
 
 
 class PointToVoxel:

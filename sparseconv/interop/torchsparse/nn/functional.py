@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INTEGERS, numbers, row
+from sparseconv.checks import INTEGERS, check_values, numbers, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import axes, find_sorted, floor_to_int32, is_unmodified, trace_constants
 from sparseconv.interop.torchsparse import conventions as conv_config  # noqa: F401
@@ -35,7 +35,6 @@ from sparseconv.interop.torchsparse.tensor import (
     outer,
     written,
 )
-from sparseconv.kinds import check_values
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
 from sparseconv.torch_private import tracing
