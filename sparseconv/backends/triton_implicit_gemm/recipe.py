@@ -167,7 +167,7 @@ class ConvSpec:
         c_out = problem.group_out * problem.groups
         num_slots = schedule.num_slots
         written = (rows_out if slots is None else max(rows_out, num_slots)) * c_out
-        farthest = max(rows_in * self._stride_x, written, schedule.table_size, self._weight[0])
+        farthest = max(rows_in * self._stride_x, written, schedule.neighbors.numel(), self._weight[0])
         index64 = self._index64 or farthest >= INT32_OFFSETS
         programs = -(-problem.pack * problem.group_out // config.block_n) * -(-problem.groups // problem.pack)
         program, strides = self._memo(slots is not None, index64)

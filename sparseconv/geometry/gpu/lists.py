@@ -87,16 +87,6 @@ class Schedule:
     def num_slots(self) -> int:
         return self.out_rows.shape[0]
 
-    @property
-    def table_size(self) -> int:
-        """Numbers of the table."""
-        return self.neighbors.numel()
-
-    def launched(self, order: torch.Tensor) -> Schedule:
-        """The same tiles in another order of launch (T,) int32."""
-        arrays = self.neighbors, self.out_rows, self.tile_counts, self.tile_rows, self.tile_taps
-        return Schedule(self.block_m, *arrays, order, self.slots, self.turned_taps)
-
     @cached_property
     def fixed(self) -> Fixed:
         """What a launch over the tiles takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -74,7 +75,10 @@ def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
         base = build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
         base = bases.setdefault(form.chunked, base)
     schedule = base if form.block_m == base.block_m else build.retile(base, form.block_m)
-    return _as_they_lie(schedule) if form.chunked and schedule is not base else schedule
+    if form.chunked and schedule is not base:  # launched in the order of their rows, too
+        order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
+        schedule = replace(schedule, tile_order=order)
+    return schedule
 
 
 def _turned(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
@@ -83,14 +87,7 @@ def _turned(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
     taps = straight.turned_taps
     if taps is None:
         taps = _mirrored(straight.tile_taps, kernel_map)
-    lists = straight.tile_counts, straight.tile_rows, taps, straight.tile_order, straight.slots, straight.tile_taps
-    return Schedule(form.block_m, straight.neighbors, straight.out_rows, *lists)
-
-
-def _as_they_lie(schedule: Schedule) -> Schedule:
-    """The same tiles, launched in the order of their rows."""
-    order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
-    return schedule.launched(order)
+    return replace(straight, tile_taps=taps, turned_taps=straight.tile_taps)
 
 
 def _mirrored(tile_taps: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
