@@ -59,9 +59,9 @@ def builds_launchers() -> bool:
 def entry_of(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
     """The C function behind a launcher of Triton that only adds memory for kernels which ask for some, and what it
     is told of cooperation and of overlap; None for kernels that ask, and for launchers of another form."""
-    told = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    names = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
     if tuple(inspect.signature(type(run).__call__).parameters) != BUILT_FORM or not all(
-        hasattr(run, name) for name in told
+        hasattr(run, name) for name in names
     ):
         return None
     if run.global_scratch_size or run.profile_scratch_size:

@@ -73,13 +73,13 @@ class _Packed(torch.autograd.Function):
 
 def _copied(source: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """``into`` (K, C_in/G, C_out) filled; where one of both lies as (C_out, K, C_in/G) does, by one transposition."""
-    for one, other, turns in ((source, into, False), (into, source, True)):
+    for one, other, is_transposed in ((source, into, False), (into, source, True)):
         outward = one.permute(2, 0, 1)
         if outward.is_contiguous() and other.is_contiguous() and not (one.is_contiguous() or source.is_neg()):
             from sparseconv.gpu.transposing import is_aligned, transpose  # Triton is loaded where it is used
 
             if is_aligned(one, other):
                 by_channel, by_tap = outward.flatten(1), other.flatten(0, 1)
-                transpose(*((by_tap, by_channel) if turns else (by_channel, by_tap)))
+                transpose(*((by_tap, by_channel) if is_transposed else (by_channel, by_tap)))
                 return into
     return into.copy_(source)

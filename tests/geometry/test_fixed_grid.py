@@ -22,6 +22,7 @@ from sparseconv.geometry.fixed_grid_io import fault_of, put_scene
 from sparseconv.geometry.gpu.edge_lists import find_edges_on_gpu
 from sparseconv.geometry.gpu.fixed_grid_io import put_scene_on_gpu
 from sparseconv.geometry.gpu.lists import ROW_BITS, Schedule
+from sparseconv.geometry.gpu.reached import reach_fixed
 from sparseconv.geometry.gpu.schedule import meets_once, one_tap_schedule, schedule_on_gpu
 from sparseconv.geometry.gpu.table import lookup
 from sparseconv.geometry.gpu.work_lists import schedule_of
@@ -165,6 +166,17 @@ def test_real_rows_meet_as_on_an_ordinary_grid(seed: int, rows: int, example: in
     assert bool((grid.lookup(grid.coords)[len(real) :] == -1).all())
 
 
+def reached_on_gpu(grid, window, within, ends, rows: int, to_fine: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Voxels and their number as a GPU would find them, through the interpreter on the CPU."""
+    size, limits = (
+        (grid.batch_size, window.offsets, window.stride, None),
+        {"within": within, "rows": rows, "ends": ends},
+    )
+    found = reach_fixed(grid.coords, grid.extent, *size, to_fine=to_fine, **limits, device_count=grid.device_count)
+    assert found is not None
+    return found[:2]
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_maps_of_a_card_through_the_interpreter(kernel: int, stride: int) -> None:
@@ -175,17 +187,17 @@ def test_maps_of_a_card_through_the_interpreter(kernel: int, stride: int) -> Non
     coarse, n = grid, want.num_out
     if stride > 1:
         coarse = grid.reached(window, ABSENT, to_fine=False)
-        coords, count = grid._reach_on_gpu(window, None, coarse.extent, None, len(coarse), False)
+        coords, count = reached_on_gpu(grid, window, coarse.extent, None, len(coarse), False)
         assert torch.equal(coords, coarse.coords)
         assert count.tolist() == coarse.count.tolist() == [n]
         ends = coarse.coords[: coarse.count, 1:].amax(0).int()  # the last voxels along each axis go
         ended = grid.reached(window, ABSENT, None, ends, to_fine=False)
-        coords, count = grid._reach_on_gpu(window, None, ended.extent, ends, len(ended), False)
+        coords, count = reached_on_gpu(grid, window, ended.extent, ends, len(ended), False)
         assert 0 < ended.count < n
         assert torch.equal(coords, ended.coords)
         assert count.tolist() == ended.count.tolist()
         back = grid.reached(window, ABSENT, to_fine=True)
-        coords, count = grid._reach_on_gpu(window, None, back.extent, None, len(back), True)
+        coords, count = reached_on_gpu(grid, window, back.extent, None, len(back), True)
         assert torch.equal(coords, back.coords)
         assert count.tolist() == back.count.tolist()
     assert grid.fault.tolist() == [0]
@@ -345,7 +357,7 @@ def test_what_does_not_fit_is_said(wrong: str, way: str) -> None:
         if stride == 1:
             schedule = schedule_on_gpu(edges, 64, chunk_rows=20)
         else:
-            grid._reach_on_gpu(plan.window, None, plan.target.extent, None, len(plan.target), False)
+            reached_on_gpu(grid, plan.window, plan.target.extent, None, len(plan.target), False)
             schedule = one_tap_schedule(edges.reverse(), 64)
         assert sorted(schedule.tile_order.tolist()) == list(range(schedule.num_tiles))
 
@@ -361,7 +373,7 @@ def test_a_derived_grid_that_is_too_small_is_said(way: str) -> None:
     assert len(plan.target) == 256  # the example's 2 rows, with room, and rounded up
     if way == "kernels":
         grid.fault.zero_()
-        coords, count = grid._reach_on_gpu(plan.window, None, plan.target.extent, None, 256, False)
+        coords, count = reached_on_gpu(grid, plan.window, plan.target.extent, None, 256, False)
         assert torch.equal(coords, plan.target.coords)
         assert count.tolist() == [256]
         one_tap_schedule(as_on_a_card(grid, plan.target, plan.window).reverse(), 64)
@@ -386,7 +398,7 @@ def test_a_derived_grid_may_be_full(beyond: int, way: str) -> None:
     assert len(plan.target) == 256
     if way == "kernels":
         grid.fault.zero_()
-        grid._reach_on_gpu(plan.window, None, plan.target.extent, None, 256, False)
+        reached_on_gpu(grid, plan.window, plan.target.extent, None, 256, False)
     assert plan.target.count.tolist() == [256]
     assert grid.fault.tolist() == [2 * beyond]
 

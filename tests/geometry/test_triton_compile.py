@@ -38,7 +38,7 @@ by_key = (3, shifts, places, False, 0, 2)
 folded = (3, shifts, places, True, 0, 1)
 jobs = [
     (table.LOOKUP, (4, shifts, 128)),
-    (search.AROUND_BLOCKS, (4, shifts, 27, 32, 8)),
+    (search.BLOCK_NEIGHBORS, (4, shifts, 27, 32, 8)),
     (row_order.COUNT_CELLS, (4, shifts, 15, 4, 256)), (row_order.NUMBER_CELLS, (15, 32)),
     (row_order.RUN_KEYS, (512,)),
     (search.PLANES, (*folded, 128)), (search.COUNT, (128, 128)),

@@ -119,13 +119,13 @@ class Emitter(Function):
         """
         arrived = self.b.gep(self.operands, [self.place(PLACES["arrived"])])
         self.thread = own = self.b.atomic_rmw("add", arrived, self.place(1), "monotonic")
-        regions = self.given("regions")
+        regions = self.operand("regions")
         with self.count(self.place(0), regions) as turn:
-            region = self.around(self.b.add(own, turn), regions)
+            region = self.wrapped(self.b.add(own, turn), regions)
             begin, end = (
                 self.b.sdiv(self.b.mul(count, at), regions) for at in (region, self.b.add(region, self.place(1)))
             )
-            counter = self.b.gep(self.given("taken"), [self.b.mul(region, self.place(APART))])
+            counter = self.b.gep(self.operand("taken"), [self.b.mul(region, self.place(APART))])
             take, run, done = (self.function.append_basic_block(name) for name in ("take", "run", "done"))
             self.b.branch(take)
             self.b.position_at_end(take)
@@ -139,25 +139,25 @@ class Emitter(Function):
     @contextmanager
     def taps(self, first: Any) -> Iterator[tuple[Any, Any]]:
         """For every tap in a circle that begins with ``first``: the tap and the one after it."""
-        taps = self.given("taps")
+        taps = self.operand("taps")
         with self.count(self.place(0), taps) as turn:
-            tap = self.around(self.b.add(turn, first), taps)
-            yield tap, self.around(self.b.add(tap, self.place(1)), taps)
+            tap = self.wrapped(self.b.add(turn, first), taps)
+            yield tap, self.wrapped(self.b.add(tap, self.place(1)), taps)
 
     @contextmanager
     def groups(self, y: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
         """For every group: x, ``y``, w and the bias at its first channels."""
-        x, *others = self.given("x"), y, self.given("w"), self.given("bias")
-        with self.count(self.place(0), self.given("groups")) as group:
-            columns = self.b.mul(group, self.given("c_out"))
+        x, *others = self.operand("x"), y, self.operand("w"), self.operand("bias")
+        with self.count(self.place(0), self.operand("groups")) as group:
+            columns = self.b.mul(group, self.operand("c_out"))
             y, w, bias = (self.b.gep(other, [columns]) for other in others)
-            yield self.b.gep(x, [self.b.mul(group, self.given("c_in"))]), y, w, bias
+            yield self.b.gep(x, [self.b.mul(group, self.operand("c_in"))]), y, w, bias
 
     def blocks(self) -> Iterator[tuple[Shape, Any, Any]]:
         """For every block of output channels: its shape, its first channel, and whether it is the last."""
         first = self.place(0)
         for number, shape in enumerate(self.shapes):
-            blocks, width = self.given(f"run{number}"), self.place(sum(shape))
+            blocks, width = self.operand(f"run{number}"), self.place(sum(shape))
             final = self.ir.IntType(1)(number == len(self.shapes) - 1)
             with self.count(self.place(0), blocks) as turn:
                 is_last = self.b.and_(final, self.b.icmp_signed("==", self.b.add(turn, self.place(1)), blocks))
@@ -178,23 +178,23 @@ class Emitter(Function):
     def place(self, value: int) -> Any:
         return self.i64(value)
 
-    def given(self, name: str) -> Any:
+    def operand(self, name: str) -> Any:
         """A field of the operands."""
         value = self.entry.load(self.entry.gep(self.operands, [self.place(PLACES[name])]))
         return self.entry.inttoptr(value, self.kinds[name]) if name in self.kinds else value
 
     def edges(self, chunk: Any, tap: Any) -> tuple[Any, Any]:
         """The first edge of a tap in a chunk, and that in the next."""
-        taps, bounds = self.given("taps"), self.given("bounds")
+        taps, bounds = self.operand("taps"), self.operand("bounds")
         first = self.b.add(self.b.mul(chunk, taps), tap)
         return self.b.load(self.b.gep(bounds, [first])), self.b.load(self.b.gep(bounds, [self.b.add(first, taps)]))
 
     def row(self, base: Any, rows: str, length: str, edge: Any, after: int) -> Any:
         """Where the row of an edge begins."""
-        number = self.b.load(self.b.gep(self.given(rows), [self.b.add(edge, self.place(after))]))
-        return self.b.gep(base, [self.b.mul(self.b.sext(number, self.i64), self.given(length))])
+        number = self.b.load(self.b.gep(self.operand(rows), [self.b.add(edge, self.place(after))]))
+        return self.b.gep(base, [self.b.mul(self.b.sext(number, self.i64), self.operand(length))])
 
-    def around(self, number: Any, count: Any) -> Any:
+    def wrapped(self, number: Any, count: Any) -> Any:
         """A number below ``2 * count`` modulo ``count``."""
         return self.b.select(self.b.icmp_signed("<", number, count), number, self.b.sub(number, count))
 
@@ -259,16 +259,16 @@ class Loops(Emitter):
     # ---- the two loops
 
     def forward(self) -> str:
-        c_in, w_row, whole = self.given("c_in"), self.given("w_row"), self.given("whole")
+        c_in, w_row, whole = self.operand("c_in"), self.operand("w_row"), self.operand("whole")
         nought, none = self.place(0), self.b.icmp_signed("<", whole, self.place(0))
-        with self.parts(self.given("chunks")) as chunk:
+        with self.parts(self.operand("chunks")) as chunk:
             sums = self.sums(chunk)
             with self.b.if_then(none):
                 self.start_rows(chunk, sums)
             with self.taps(self.b.select(none, nought, whole)) as (tap, later):
                 first, last = self.edges(chunk, tap)
                 with self.groups(sums) as (x, y, w, bias):
-                    w, then = (self.b.gep(w, [self.b.mul(t, self.given("w_tap"))]) for t in (tap, later))
+                    w, then = (self.b.gep(w, [self.b.mul(t, self.operand("w_tap"))]) for t in (tap, later))
                     with self.count(nought, c_in, DEPTH) as start:
                         stop = self.least(self.b.add(start, self.place(DEPTH)), c_in)
                         begins = self.b.and_(
@@ -292,19 +292,19 @@ class Loops(Emitter):
         return self.finished()
 
     def weight_grad(self, alone: bool) -> str:
-        c_in, w_row, chunks = (self.given(name) for name in ("c_in", "w_row", "chunks"))
+        c_in, w_row, chunks = (self.operand(name) for name in ("c_in", "w_row", "chunks"))
         with (
-            self.parts(self.given("parts")) as part,
-            self.count(part, chunks, self.given("parts")) as chunk,
+            self.parts(self.operand("parts")) as part,
+            self.count(part, chunks, self.operand("parts")) as chunk,
             self.taps(self.place(0)) as (tap, later),
         ):
             first, last = self.edges(chunk, tap)
             upcoming, _ = self.edges(chunk, later)
-            _, total = self.edges(self.b.sub(chunks, self.place(1)), self.b.sub(self.given("taps"), self.place(1)))
-            with self.groups(self.given("y")) as (x, y, w, _):
-                w = self.b.gep(w, [self.b.mul(part, self.given("w_part"))])
-                w, then = (self.b.gep(w, [self.b.mul(t, self.given("w_tap"))]) for t in (tap, later))
-                step = self.given("edges")
+            _, total = self.edges(self.b.sub(chunks, self.place(1)), self.b.sub(self.operand("taps"), self.place(1)))
+            with self.groups(self.operand("y")) as (x, y, w, _):
+                w = self.b.gep(w, [self.b.mul(part, self.operand("w_part"))])
+                w, then = (self.b.gep(w, [self.b.mul(t, self.operand("w_tap"))]) for t in (tap, later))
+                step = self.operand("edges")
                 with self.count(first, last, step) as start:
                     stop = self.least(self.b.add(start, step), last)
                     more = self.b.icmp_signed("<", stop, last)
@@ -333,18 +333,18 @@ class Loops(Emitter):
 
     def sums(self, chunk: Any) -> Any:
         """Where row 0 of the sums would lie, of which those of a chunk do lie there."""
-        return self.given("y")
+        return self.operand("y")
 
     def rows_of(self, chunk: Any) -> tuple[Any, Any]:
         """The first row of a chunk, and that of the next."""
-        cuts = self.given("cuts")
+        cuts = self.operand("cuts")
         return self.b.load(self.b.gep(cuts, [chunk])), self.b.load(self.b.gep(cuts, [self.b.add(chunk, self.place(1))]))
 
     def start_rows(self, chunk: Any, sums: Any) -> None:
         """sums = bias in the rows of a chunk."""
         first, last = self.rows_of(chunk)
         with self.count(first, last) as row, self.groups(sums) as (_, y, _, bias):
-            line = self.b.gep(y, [self.b.mul(row, self.given("out_row"))])
+            line = self.b.gep(y, [self.b.mul(row, self.operand("out_row"))])
             for block, column, _ in self.blocks():
                 begin, near = (self.b.gep(base, [column]) for base in (bias, line))
                 for at, width in placed(block):
@@ -407,7 +407,7 @@ class Loops(Emitter):
         """Ask for the next tile of the weight's gradient, which for a column's last one is the first at ``coming``."""
         below = self.b.add(channel, self.place(rows))
         own = self.b.gep(w, [self.b.mul(below, w_row)])
-        tile = self.b.select(self.b.icmp_signed("<", below, self.given("c_in")), own, coming)
+        tile = self.b.select(self.b.icmp_signed("<", below, self.operand("c_in")), own, coming)
         for i in range(rows):
             line = self.b.gep(tile, [self.b.mul(self.place(i), w_row)])
             for at in range(0, sum(block), LINE // self.size):
@@ -416,16 +416,16 @@ class Loops(Emitter):
     def share_of_rows(self, x: Any, y: Any, shift: Any, turn: Any) -> tuple[Any, Any, Any]:
         """What a tile asks for of the rows that the next tiles meet, ``shift`` edges on: one line of each, by turns."""
         each = self.place(LINE // self.size)
-        of_x = self.b.sdiv(self.b.add(self.given("c_in"), self.place(LINE // self.size - 1)), each)
-        of_y = self.b.sdiv(self.b.add(self.given("c_out"), self.place(LINE // self.size - 1)), each)
+        of_x = self.b.sdiv(self.b.add(self.operand("c_in"), self.place(LINE // self.size - 1)), each)
+        of_y = self.b.sdiv(self.b.add(self.operand("c_out"), self.place(LINE // self.size - 1)), each)
         now = self.b.load(turn)
         self.b.store(self.b.add(now, self.place(1)), turn)
         line = self.b.urem(now, self.b.add(of_x, of_y))
         is_x = self.b.icmp_signed("<", line, of_x)
         base = self.b.select(is_x, x, y)
         base = self.b.gep(base, [self.b.mul(self.b.select(is_x, line, self.b.sub(line, of_x)), each)])
-        numbers = self.b.gep(self.b.select(is_x, self.given("ins"), self.given("outs")), [shift])
-        return base, numbers, self.b.select(is_x, self.given("in_row"), self.given("out_row"))
+        numbers = self.b.gep(self.b.select(is_x, self.operand("ins"), self.operand("outs")), [shift])
+        return base, numbers, self.b.select(is_x, self.operand("in_row"), self.operand("out_row"))
 
     def ask(self, line: Any, write: int = 0, cache: int = 3) -> None:
         """Fetch a line without waiting for it into L1 (``cache`` 3) or L2 (2); one that does not exist is no fault."""
@@ -582,19 +582,19 @@ class _Integers(Loops):
         if not self.rescales:
             return super().sums(chunk)
         first, _ = self.rows_of(chunk)
-        piece = self.b.mul(self.thread, self.given("y_part"))
-        return self.b.gep(self.given("y"), [self.b.sub(piece, self.b.mul(first, self.given("out_row")))])
+        piece = self.b.mul(self.thread, self.operand("y_part"))
+        return self.b.gep(self.operand("y"), [self.b.sub(piece, self.b.mul(first, self.operand("out_row")))])
 
     def finish_rows(self, chunk: Any, sums: Any) -> None:
         """out = the rescaled sums of the rows of a chunk."""
         if not self.rescales:
             return
         first, last = self.rows_of(chunk)
-        adds = self.b.icmp_signed("!=", self.b.ptrtoint(self.given("residual"), self.i64), self.place(0))
-        scales = self.b.icmp_signed("!=", self.given("slope"), self.place(1 << SLOPE_BITS))
-        bends = self.b.and_(scales, self.b.icmp_signed("<", self.given("low"), self.place(0)))
-        with self.count(self.place(0), self.given("groups")) as group:
-            begin = self.b.mul(group, self.given("c_out"))
+        adds = self.b.icmp_signed("!=", self.b.ptrtoint(self.operand("residual"), self.i64), self.place(0))
+        scales = self.b.icmp_signed("!=", self.operand("slope"), self.place(1 << SLOPE_BITS))
+        bends = self.b.and_(scales, self.b.icmp_signed("<", self.operand("low"), self.place(0)))
+        with self.count(self.place(0), self.operand("groups")) as group:
+            begin = self.b.mul(group, self.operand("c_out"))
             for block, column, _ in self.blocks():
                 for at, width in placed(block):
                     place = self.b.add(begin, self.b.add(column, self.place(at)))
@@ -612,21 +612,21 @@ class _Integers(Loops):
 
         Its multipliers are loaded here, so that LLVM sees that both factors have 32 bits and multiplies as such.
         """
-        place = self.b.add(self.b.mul(row, self.given("out_row")), channel)
-        total = self.b.mul(self.widened(sums, place, width), self.widened(self.given("multiplier"), channel, width))
+        place = self.b.add(self.b.mul(row, self.operand("out_row")), channel)
+        total = self.b.mul(self.widened(sums, place, width), self.widened(self.operand("multiplier"), channel, width))
         if residual:
-            more = self.widened(self.given("residual"), place, width)
-            total = self.b.add(total, self.b.mul(more, self.all(self.given("residual_multiplier"), width)))
-        half = self.b.shl(self.place(1), self.b.sub(self.given("shift"), self.place(1)))
-        value = self.b.ashr(self.b.add(total, self.all(half, width)), self.all(self.given("shift"), width))
+            more = self.widened(self.operand("residual"), place, width)
+            total = self.b.add(total, self.b.mul(more, self.all(self.operand("residual_multiplier"), width)))
+        half = self.b.shl(self.place(1), self.b.sub(self.operand("shift"), self.place(1)))
+        value = self.b.ashr(self.b.add(total, self.all(half, width)), self.all(self.operand("shift"), width))
         if slope:
-            less = self.b.mul(value, self.all(self.given("slope"), width))
+            less = self.b.mul(value, self.all(self.operand("slope"), width))
             less = self.b.ashr(self.b.add(less, self.all(1 << (SLOPE_BITS - 1), width)), self.all(SLOPE_BITS, width))
             value = self.b.select(self.b.icmp_signed("<", value, self.all(0, width)), less, value)
-        for limit, sign in ((self.all(self.given("low"), width), "<"), (self.all(LARGEST, width), ">")):
+        for limit, sign in ((self.all(self.operand("low"), width), "<"), (self.all(LARGEST, width), ">")):
             value = self.b.select(self.b.icmp_signed(sign, value, limit), limit, value)
         byte = self.ir.VectorType(self.ir.IntType(8), width)
-        address = self.b.bitcast(self.b.gep(self.given("out"), [place]), byte.as_pointer())
+        address = self.b.bitcast(self.b.gep(self.operand("out"), [place]), byte.as_pointer())
         self.b.store(self.b.trunc(value, byte), address, align=1)
 
     def widened(self, base: Any, place: Any, width: int) -> Any:

@@ -123,7 +123,7 @@ SCAN = Launcher(scan_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, int, int), num
 
 #: the arrays of a search's scratch: edges by tap, and by tap and chunk, both from 0 on; edges of tap k before chunk c,
 #: sort keys, the blocks around a block, and a sort's
-TOTALS, COUNTS, STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(7)
+TOTALS, COUNTS, STARTS, SORT_KEYS, NEIGHBORS, LINES, ORDER = range(7)
 SCRATCH = (_I64, _I32, _I32, _I32, _I32, _I64, _I32)
 
 
@@ -196,9 +196,9 @@ class WindowSearch:
         return self.found[1].tensor(SORT_KEYS)[: self.rows].view(1, -1)
 
     @property
-    def around(self) -> torch.Tensor | None:
+    def block_neighbors(self) -> torch.Tensor | None:
         """(B, 3^D) int32: the blocks around each block, if there are so many; None where rows are looked up by key."""
-        return self.found[1].tensor(AROUND).view(-1, 3 ** (self.coords.shape[1] - 1)) if self.is_local else None
+        return self.found[1].tensor(NEIGHBORS).view(-1, 3 ** (self.coords.shape[1] - 1)) if self.is_local else None
 
     @property
     def most_edges(self) -> int:
@@ -217,7 +217,7 @@ NO_TAPS = constant(NO_RANK)
 BARRIERS, WARPS, STEPS = constant(NUM_BARRIERS), constant(COOPERATIVE_WARPS), constant(COOPERATIVE_STEPS)
 
 
-def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
+def launch_block_neighbors(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     """The blocks around each block of a table, of the first ``blocks`` of them at most."""
     sides = 3 ** (len(table.shifts) - 1)
     lanes = power_of_2(sides)
@@ -226,7 +226,7 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     keys, status = table.arena[KEYS], table.arena[STATUS]
     args = (*table.pointers[:3], keys, status, around, table.capacity, blocks, programs)
     constants = len(table.shifts), pack_shifts(table.shifts), sides, lanes, block
-    AROUND_BLOCKS(table.coords.device, (programs,), args, constants)
+    BLOCK_NEIGHBORS(table.coords.device, (programs,), args, constants)
 
 
 def launch_search(search: WindowSearch, passes: Passes, programs: int) -> None:
@@ -249,24 +249,24 @@ def launch_search(search: WindowSearch, passes: Passes, programs: int) -> None:
 
 
 @triton.jit
-def around_kernel(
+def block_neighbors_kernel(
     ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, most, programs,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """around[block, side] = the number of the block there, -1 if it is empty; of ``most`` blocks at most."""
     num_blocks = tl.minimum((tl.load(status_ptr) >> 32).to(tl.int32), most)
-    find_around(
+    find_block_neighbors(
         ranges_ptr, table_ptr, ids_ptr, keys_ptr, num_blocks, around_ptr, capacity, programs,
         COLUMNS, SHIFTS, SIDES, LANES, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
-def find_around(
+def find_block_neighbors(
     ranges_ptr, table_ptr, ids_ptr, keys_ptr, num_blocks, around_ptr, capacity, programs,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`around_kernel` for every ``programs``-th run of BLOCK blocks."""
+    """`block_neighbors_kernel` for every ``programs``-th run of BLOCK blocks."""
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     side = tl.arange(0, LANES)
     delta = tl.zeros((LANES,), tl.int64)
@@ -343,7 +343,7 @@ def search_kernel(
         open_room(OPEN_COUNTERS)
     if SIDES > 0:
         num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
-        find_around(
+        find_block_neighbors(
             ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, num_blocks, around_ptr, capacity, programs,
             RANK + 1, SHIFTS, SIDES, LANES, LOOKUPS // LANES,
         )  # fmt: skip
@@ -366,7 +366,7 @@ def search_kernel(
 
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
-AROUND_BLOCKS = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
+BLOCK_NEIGHBORS = Launcher(block_neighbors_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
 SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, *(int,) * 8),
@@ -489,7 +489,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     scratch = Arena(device, SCRATCH, lengths, zeroed=2)
     entries, around = table.pointers[3:5]
     if is_local:
-        entries, around = table.arena[ENTRIES], scratch[AROUND]
+        entries, around = table.arena[ENTRIES], scratch[NEIGHBORS]
     pointers: tuple[Pointer, ...] = (pointer(coords), *table.pointers, entries, around, pointer(window.data))
     search = WindowSearch(
         coords, window, table, table.device_count, n, table.capacity, constants, is_local, is_cube, chunk_rows, chunks,
@@ -499,7 +499,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
         launch_search(search, passes, programs)
     else:
         if is_local:
-            launch_around(table, scratch[AROUND], blocks)
+            launch_block_neighbors(table, scratch[NEIGHBORS], blocks)
         if n and taps:
             neighbors = neighbor_table(search)
             search = replace(search, neighbors=neighbors)
