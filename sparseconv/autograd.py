@@ -110,8 +110,7 @@ def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any)
 
 
 def _call(function: type[Operator], *args: Any) -> torch.Tensor:
-    """An operator's result, with its derivative where one is wanted; args: its tensors, the edges, its other
-    arguments."""
+    """An operator's result, with its derivative where one is wanted, of its tensors, the edges, its other arguments."""
     count = function.num_tensors
     tensors, edges = args[:count], args[count]
     if isinstance(edges, KernelMap):

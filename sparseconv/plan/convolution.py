@@ -317,11 +317,7 @@ class ConvolutionPlan(Movable):
         raise TypeError("a plan is no layer: call plan.execute(x, weight), or give it to one, layer(x, plan=plan)")
 
     def operands(
-        self,
-        x: Float[torch.Tensor, "N_in C_in"],
-        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"] | PackedWeights,
-        bias: Float[torch.Tensor, " C_out"] | None = None,
-        residual: Float[torch.Tensor, "N_out C_out"] | None = None,
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         transforms.check_not_recorded()
@@ -459,23 +455,18 @@ def _plain_boundary(kind: Any) -> Boundary:
     return Boundary(kind)
 
 
-def check_places(
-    device: torch.device,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> None:
-    """Raise for operands of `ConvolutionPlan.execute` that are no plain tensors, or not on the plan's device."""
-    given: tuple[Any, ...] = (x, weight, bias, residual)
-    fit = x is not None and weight is not None
-    for t in given:  # names come later: each call runs this
+def check_places(device: torch.device, *operands: torch.Tensor | None) -> None:
+    """Raise for operands of `ConvolutionPlan.execute`, x, weight, bias and residual, that are no plain tensors, or not
+    on the plan's device."""
+    fit = operands[0] is not None and operands[1] is not None
+    for t in operands:  # names come later: each call runs this
         fit &= t is None or (
             isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested and t.device == device
         )
     if fit:
         return
-    for name, tensor in zip(OPERANDS, given):
+    tensor: Any
+    for name, tensor in zip(OPERANDS, operands):
         if tensor is None and name in ("bias", "residual"):
             continue
         check_tensor(name, tensor)
