@@ -317,8 +317,12 @@ class ConvolutionPlan(Movable):
         raise TypeError("a plan is no layer: call plan.execute(x, weight), or give it to one, layer(x, plan=plan)")
 
     def operands(
-        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        self,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"] | PackedWeights,
+        bias: Float[torch.Tensor, " C_out"] | None = None,
+        residual: Float[torch.Tensor, "N_out C_out"] | None = None,
+    ) -> tuple[Float[torch.Tensor, "N_in C_in"], Float[torch.Tensor, "K C_in/G C_out"], Any, Any]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         transforms.check_not_recorded()
         given = weight if not isinstance(weight, PackedWeights) else self._taps_of(weight, x)

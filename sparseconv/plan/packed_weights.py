@@ -10,7 +10,7 @@ import torch
 from sparseconv.checks import as_device
 
 if TYPE_CHECKING:
-    from jaxtyping import Shaped
+    from jaxtyping import Float, Shaped
 
 #: which tap each of the first axis of a packed weight is: taps along each axis, or an explicit list of their offsets
 Taps = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -57,7 +57,9 @@ class PackedWeights:
         there = self._tensor.to(as_device(device))
         return self if there is self._tensor else PackedWeights(there, self._taps, self._groups, self._learns)
 
-    def for_call(self, kernel: tuple[int, ...] | None, offsets: Taps, groups: int, x: object) -> torch.Tensor:
+    def for_call(
+        self, kernel: tuple[int, ...] | None, offsets: Taps, groups: int, x: object
+    ) -> Float[torch.Tensor, "K C_in/G C_out"]:
         """The taps (K, C_in/G, C_out) for a call with ``x`` of a plan with these taps and groups.
 
         Raises:
