@@ -322,7 +322,12 @@ class ConvolutionPlan(Movable):
         weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"] | PackedWeights,
         bias: Float[torch.Tensor, " C_out"] | None = None,
         residual: Float[torch.Tensor, "N_out C_out"] | None = None,
-    ) -> tuple[Float[torch.Tensor, "N_in C_in"], Float[torch.Tensor, "K C_in/G C_out"], Any, Any]:
+    ) -> tuple[
+        Float[torch.Tensor, "N_in C_in"],
+        Float[torch.Tensor, "K C_in/G C_out"],
+        Float[torch.Tensor, " C_out"] | None,
+        Float[torch.Tensor, "N_out C_out"] | None,
+    ]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         transforms.check_not_recorded()
         given = weight if not isinstance(weight, PackedWeights) else self._taps_of(weight, x)
