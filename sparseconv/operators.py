@@ -96,10 +96,10 @@ def _check_groups(groups: int, *channels: int) -> None:
         raise ValueError(f"channels must be multiples of groups; got {', '.join(map(str, channels))}, groups={groups}")
 
 
-def _without_autocast(name: str, kind: str, *args: Any) -> Any:
+def _without_autocast(name: str, x: torch.Tensor, *args: Any) -> Any:
     """Operands are cast already, and products stay as they are."""
-    with torch.autocast(kind, enabled=False):
-        return getattr(torch.ops.sparseconv, name)(*args)
+    with torch.autocast(x.device.type, enabled=False):
+        return getattr(torch.ops.sparseconv, name)(x, *args)
 
 
 Convolution.checked, WeightGradient.checked = staticmethod(checked_convolution), staticmethod(checked_weight_gradient)
@@ -108,9 +108,9 @@ for _function in _OPERATORS:
     # a compiled graph has its own derivative and asks for none here: that of `torch.library.register_autograd` would
     # cost a second pass through the dispatcher, some 12 us
     library.impl(_function.name, partial(as_node, _function, partial(below, _function)), "Autograd")
-    for _kind in ("CPU", "CUDA"):
-        library.impl(_function.name, _function.checked, _kind)
-        library.impl(_function.name, partial(_without_autocast, _function.name, _kind.lower()), f"Autocast{_kind}")
+    library.impl(_function.name, _function.checked, "CompositeExplicitAutograd")  # on every device
+    for _kind in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1"):
+        library.impl(_function.name, partial(_without_autocast, _function.name), f"Autocast{_kind}")
 
 
 @torch.library.register_fake("sparseconv::convolution", lib=library)

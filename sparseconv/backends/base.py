@@ -236,6 +236,7 @@ BACKENDS = {
     "numpy_gather_scatter": "sparseconv.backends.gather_scatter:NumpyGatherScatter",
     "triton_implicit_gemm": "sparseconv.backends.triton_implicit_gemm.backend:TritonImplicitGemm",
     "cupy_gather_scatter": "sparseconv.backends.cupy_gather_scatter:CupyGatherScatter",
+    "torch_gather_scatter": "sparseconv.backends.gather_scatter:TorchGatherScatter",
 }
 
 

@@ -1,7 +1,7 @@
 """Convolution tap by tap: gather the rows that a tap reads, one dense product, add the products to their output rows.
 
-Two strategies move rows: NumPy's indexing on a CPU, kernels compiled by CuPy on a GPU. torch multiplies, by BLAS or
-cuBLAS.
+Three strategies move rows: torch's indexing on any device, NumPy's on a CPU, kernels compiled by CuPy on a CUDA GPU.
+torch multiplies.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparseconv.backends.base import Backend, Request, not_on_cpu, with_dense_rows
+from sparseconv.backends.base import FLOATING, Backend, Request, not_on_cpu, with_dense_rows
 from sparseconv.backends.integers import Rescale
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -87,19 +88,24 @@ class GatherScatter(Backend):
         return size * (2 * kernel_map.max_pairs_per_tap * channels + widened * (request.dtype.itemsize < 4))
 
 
-class NumpyGatherScatter(GatherScatter):
-    """On a CPU: rows are moved by NumPy, and halves are computed in fp32."""
+class TorchGatherScatter(GatherScatter):
+    """On any device that torch has, by torch alone; halves are computed in fp32.
 
-    name, widens = "numpy_gather_scatter", True
+    Every other backend computes what this one does, for some devices and faster.
+    """
+
+    name, widens = "torch_gather_scatter", True
 
     def unsupported(self, request: Request) -> str | None:
-        return not_on_cpu(request)
+        if request.dtype not in (*FLOATING, torch.int8):
+            return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64, or int8 without a gradient"
+        return _lacking(request.device, request.dtype)
 
     def gather(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
-        np.take(x.detach().numpy(), rows.numpy(), axis=0, out=out.numpy(), mode="clip")
+        torch.index_select(x, 0, rows, out=out)
 
     def scatter_add(self, product: Tensor, rows: Tensor, total: Tensor) -> None:
-        total.numpy()[rows.numpy()] += product.numpy()
+        total.index_add_(0, rows, product)
 
     def integers(
         self,
@@ -122,6 +128,35 @@ class NumpyGatherScatter(GatherScatter):
         weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups
         widened = kernel_map.num_in * request.c_in + 4 * kernel_map.num_out * request.c_out + weight
         return super().workspace_bytes(replace(request, dtype=torch.float64)) + 8 * widened
+
+
+class NumpyGatherScatter(TorchGatherScatter):
+    """On a CPU, with rows moved by NumPy, which takes less time there."""
+
+    name = "numpy_gather_scatter"
+
+    def unsupported(self, request: Request) -> str | None:
+        return not_on_cpu(request)
+
+    def gather(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
+        np.take(x.detach().numpy(), rows.numpy(), axis=0, out=out.numpy(), mode="clip")
+
+    def scatter_add(self, product: Tensor, rows: Tensor, total: Tensor) -> None:
+        total.numpy()[rows.numpy()] += product.numpy()
+
+
+@cache
+def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What a device cannot do of a convolution in a dtype, in torch's words: tried once, with one row."""
+    wide = torch.float64 if dtype in (torch.float64, torch.int8) else torch.float32
+    try:
+        x = torch.ones(1, 1, dtype=dtype, device=device).to(wide)
+        row = torch.zeros(1, dtype=torch.int32, device=device)
+        torch.mm(x, x.index_select(0, row)).index_add_(0, row, x).to(dtype)
+    except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
+        what = f"{dtype}, which is computed in {wide}," if dtype != wide else str(dtype)
+        return f"{device} does not compute {what} with this torch, which says: {str(error).splitlines()[0]}"
+    return None
 
 
 def _taps(kernel_map: KernelMap) -> Iterator[tuple[int, Tensor, Tensor]]:

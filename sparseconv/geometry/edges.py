@@ -14,6 +14,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import DENSE_KINDS, Boundary, IndexRange, check_box, outside
 from sparseconv.geometry.window import Window, symmetry
+from sparseconv.gpu.cuda_capability import has_kernels
 from sparseconv.gpu.streams import map_stream
 
 
@@ -26,6 +27,8 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     """
     if coarse is not fine:
         check_pair(fine, coarse, window)
+    if fine.on_host is not None and coarse.on_host is not None:
+        return find_edges(fine.on_host, coarse.on_host, window, boundary).to(fine.device)
     torus = torus_of(fine, window, boundary)
     if torus is not None:
         check_coarse(coarse, window, torus)
@@ -33,7 +36,7 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     if coarse is fine:
         identity, mirror = window.symmetry if torus is None else symmetry(window, torus)
     sizes = len(fine), len(coarse), len(window.offsets)
-    if fine.coords.is_cuda:
+    if has_kernels(fine.device):
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
         with map_stream() as streams:
             source = _on_gpu().find_edges_on_gpu(fine, coarse.coords, window, torus, most)
@@ -81,6 +84,8 @@ def coarse_grid(
     these the ones ``within`` a box, which of a grid of fixed size ends at ``ends`` (D,) int32 on the device."""
     if fine.count is not None:
         return fine.reached(window, boundary, within, ends, to_fine=False)  # type: ignore[attr-defined]
+    if fine.on_host is not None:
+        return coarse_grid(fine.on_host, window, boundary, within).to(fine.device)
     torus = torus_of(fine, window, boundary)
     return fits(_reached_grid(fine, window, torus, within, to_fine=False), fine, window, boundary)
 
@@ -89,6 +94,8 @@ def coarse_grid(
 @transforms.constant
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
+    if coarse.on_host is not None:
+        return fine_grid(coarse.on_host, window, boundary).to(coarse.device)
     torus = torus_of(None, window, boundary)
     if torus is not None:
         check_coarse(coarse, window, torus)
@@ -111,7 +118,7 @@ def _reached_grid(
         within = None if whole else within
     scale = tuple(1 / s if to_fine else float(s) for s in window.stride)
     folded, found = torus if to_fine else window.coarse_torus(torus), None
-    if grid.device.type == "cuda" and len(grid):
+    if len(grid) and has_kernels(grid.device):
         from sparseconv.geometry.gpu.reached import reach  # Triton is loaded where it is used
 
         size = grid.batch_size, window.offsets, window.stride, folded

@@ -19,6 +19,7 @@ from sparseconv.geometry.keys import SortedTable
 from sparseconv.geometry.ranges import Boundary, IndexRange, check_box
 from sparseconv.geometry.views.dense import checked_box, filled_within
 from sparseconv.geometry.window import Window
+from sparseconv.gpu.cuda_capability import check_kernels
 from sparseconv.gpu.streams import following, keep, map_stream
 from sparseconv.torch_private import no_transforms
 
@@ -98,6 +99,7 @@ class FixedGrid(VoxelGrid):
         if not coords.device == count.device == like.device:
             places = coords.device, count.device, like.device
             raise ValueError(f"coords, count and like must be on one device; got {places}")
+        check_kernels(coords.device, "a grid of fixed size")
         if not 0 < room < math.inf:
             raise ValueError(f"room must be positive and finite; got {room}")
         if extent is None:

@@ -31,12 +31,12 @@ from sparseconv.checks import (
 )
 from sparseconv.device_mixin import Movable
 from sparseconv.geometry.coord_ops import checked_factors, coarser, finer, morton_rows, near
-from sparseconv.geometry.cuda_capability import check_card
 from sparseconv.geometry.example import ExampleSizes
 from sparseconv.geometry.keys import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, per_axis
 from sparseconv.geometry.views.dense import checked_box, filled, sites_of
 from sparseconv.geometry.views.picture import html
+from sparseconv.gpu.cuda_capability import SORTING, has_kernels
 from sparseconv.torch_private import tracing
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sparseconv.geometry.gpu.table import CoordinateTable
 
 #: what stays behind where a grid is pickled
-UNTRAVELLED = ("_table", "_space", "_cells", "sizes")
+UNTRAVELLED = ("_table", "_space", "_cells", "sizes", "on_host")
 
 
 class VoxelGrid(Movable):
@@ -85,7 +85,12 @@ class VoxelGrid(Movable):
         duplicates: Literal["error", "first"] = "error",
     ) -> None:
         given = checked_coords(coords)
-        coords = own(given, filled=not given.is_cuda) if given is coords else given  # a GPU's is filled with its table
+        if given.device.type not in SORTING:
+            on_host = VoxelGrid(given.cpu(), batch_size, voxel_size, origin, duplicates=duplicates)
+            self.__dict__.update(on_host.to(given.device).__dict__)
+            return
+        by_kernels = has_kernels(given.device)  # which fill the coords with their table
+        coords = own(given, filled=not by_kernels) if given is coords else given
         rank = coords.shape[1] - 1
         batch_size = None if batch_size is None else checked_batch_size(batch_size)
         check_choice("duplicates", duplicates, ("error", "first"))
@@ -97,7 +102,7 @@ class VoxelGrid(Movable):
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
-        table = self._table_on_gpu(given) if given.is_cuda else None
+        table = self._table_on_gpu(given) if by_kernels else None
         low, high = bounds(coords) if table is None else _on_gpu().read_table(table)
         if high and max(high) == INT32.max:
             check_indices(low, high)
@@ -150,17 +155,23 @@ class VoxelGrid(Movable):
 
     def _table_on_gpu(self, given: torch.Tensor) -> CoordinateTable | None:
         """A table of a GPU's rows, on its way, whose launch copies them; None for no rows."""
-        check_card(given.device)
         if given.shape[0] == 0:
             return None
         self._cells = _on_gpu().build_table(given, copy=self.coords)
         return self._cells
+
+    @property
+    def _here(self) -> VoxelGrid:
+        """The grid on the device that computes this one's geometry."""
+        return self if self.on_host is None else self.on_host
 
     @cached_property
     @transforms.constant
     def _table(self) -> SortedTable:
         return SortedTable(self._space.keys(self.coords))
 
+    #: the same voxels on the CPU, which computes geometry for devices that may not sort or search; else None
+    on_host: VoxelGrid | None = None
     #: a box that the voxels lie in, of a grid whose extent nobody has measured yet
     _box: IndexRange | None = None
     #: on a GPU: the table of the rows
@@ -205,7 +216,7 @@ class VoxelGrid(Movable):
     @transforms.constant
     def batch_counts(self) -> Int64[torch.Tensor, " B"]:
         """(B,) int64: voxels of each batch item."""
-        return torch.bincount(self.coords[:, 0].long(), minlength=self.batch_size)
+        return torch.bincount(self._here.coords[:, 0].long(), minlength=self.batch_size).to(self.device)
 
     @cached_property
     @transforms.constant
@@ -217,8 +228,9 @@ class VoxelGrid(Movable):
     @transforms.constant
     def batch_rows(self) -> Int64[torch.Tensor, " N"] | None:
         """The rows in an order that groups them by batch item, (N,) int64; None where they already are."""
-        items = self.coords[:, 0]
-        return None if bool((items[1:] >= items[:-1]).all()) else torch.argsort(items, stable=True)
+        items = self._here.coords[:, 0]
+        is_grouped = bool((items[1:] >= items[:-1]).all())
+        return None if is_grouped else torch.argsort(items, stable=True).to(self.device)
 
     def positions(self) -> Float32[torch.Tensor, "N D"]:
         """Centres of the voxels, (N, D) float32 in the length unit of voxel_size."""
@@ -236,7 +248,9 @@ class VoxelGrid(Movable):
         if coords.device != self.device:
             there = str(coords.device)
             raise ValueError(f"coords are on {there}, the grid is on {self.device}: move one, grid.to({there!r})")
-        if self.device.type == "cuda" and len(self) and coords.dtype == torch.int32:
+        if self.on_host is not None:
+            return self.on_host.lookup(coords.cpu()).to(self.device)
+        if len(self) and coords.dtype == torch.int32 and has_kernels(self.device):
             return _on_gpu().lookup(self.cells, coords).long()
         inside = self._space.contains(coords)
         return torch.where(inside, self._table.find(self._space.keys(coords.long())), -1)
@@ -247,7 +261,7 @@ class VoxelGrid(Movable):
         """A grid of other voxels in the same scene; ``scale`` multiplies the voxel size."""
         grid = VoxelGrid(coords, self.batch_size, self._scaled(scale), self.origin)
         grid.is_placed = self.is_placed
-        return grid
+        return grid if self.on_host is None else grid.to(self.device)
 
     def _scaled(self, scale: Floats | None) -> Floats:
         return tuple(v * s for v, s in zip(self.voxel_size, scale)) if scale else self.voxel_size
@@ -267,7 +281,7 @@ class VoxelGrid(Movable):
     def subset(self, mask: Bool[torch.Tensor, " N"]) -> VoxelGrid:
         """The voxels where mask (N,) bool is true, in the same order."""
         check_mask(mask, self.num_voxels)
-        return self._like(self.coords[mask])
+        return self._like(self._here.coords[mask.to(self._here.device)])
 
     def union(self, other: VoxelGrid) -> VoxelGrid:
         """This grid's voxels, then those of ``other`` that it lacks."""
@@ -287,29 +301,39 @@ class VoxelGrid(Movable):
     def coarsen(self, factor: int | Sequence[int]) -> VoxelGrid:
         """Every coarse voxel floor(c / factor) that holds at least one voxel, in lexicographic order."""
         factors = checked_factors(factor, self.rank)
-        return self._like(coarser(self.coords, factors), tuple(float(f) for f in factors))
+        return self._like(coarser(self._here.coords, factors), tuple(float(f) for f in factors))
 
     def refine(self, factor: int | Sequence[int]) -> VoxelGrid:
         """Every voxel cut into factor^D finer ones, children of a voxel side by side."""
         factors = checked_factors(factor, self.rank)
-        return self._like(finer(self.coords, self.extent, factors), tuple(1 / f for f in factors))
+        return self._like(finer(self._here.coords, self.extent, factors), tuple(1 / f for f in factors))
 
     def dilate(self, radius: int | Sequence[int] = 1) -> VoxelGrid:
         """Every voxel within ``radius`` cells of one along each axis, in lexicographic order."""
-        return self._like(near(self.coords, self.extent, per_axis(radius, self.rank, "radius", 0)))
+        return self._like(near(self._here.coords, self.extent, per_axis(radius, self.rank, "radius", 0)))
 
     def sorted(
         self, order: Literal["lexicographic", "morton"] = "lexicographic"
     ) -> tuple[VoxelGrid, Int64[torch.Tensor, " N"]]:
         """The same voxels in another order, and the old row of each new one: ``new.coords == old.coords[rows]``."""
         check_choice("order", order, ("lexicographic", "morton"))
-        rows = self._table.rows if order == "lexicographic" else morton_rows(self.coords, self.extent)
-        return self._like(self.coords[rows]), rows
+        here = self._here
+        rows = here._table.rows if order == "lexicographic" else morton_rows(here.coords, here.extent)
+        return self._like(here.coords[rows]), rows.to(self.device)
 
     def to(self, device: torch.device | str) -> VoxelGrid:
         """This grid on another device; itself if it is there."""
-        coords = self.coords.to(checked_device(device))
-        return self if coords is self.coords else self._like(coords)
+        place = checked_device(device)
+        if place == self.device:
+            return self
+        if place.type not in SORTING:
+            on_host = self.to("cpu")
+            grid = on_host._known(on_host.coords.to(place), on_host.extent, fills=True)
+            grid.on_host = on_host
+            return grid
+        if self.on_host is not None:
+            return self.on_host.to(place)
+        return self._like(self.coords.to(place))
 
     @staticmethod
     def cat(grids: Sequence[VoxelGrid]) -> VoxelGrid:
@@ -318,12 +342,13 @@ class VoxelGrid(Movable):
         first, total, parts = grids[0], 0, []
         for grid in grids:
             VoxelGrid._check_same_space(first, grid, batch=False)
-            part = grid.coords.clone()
+            part = grid._here.coords.clone()
             part[:, 0] += total
             parts.append(part)
             total += grid.batch_size
         made = VoxelGrid(torch.cat(parts), total, first.voxel_size, first.origin)
         made.is_placed = first.is_placed
+        made = made if first.on_host is None else made.to(first.device)
         return made
 
     def _check_same_space(self, other: VoxelGrid, batch: bool = True) -> None:
@@ -375,6 +400,8 @@ class VoxelGrid(Movable):
             raise ValueError(f"the file of a grid of {self.batch_size} batch items is damaged: it has {low} to {high}")
         for name in ("extent", "batch_counts", "batch_offsets", "batch_rows"):
             self.__dict__.pop(name, None)
+        if self.device.type not in SORTING:
+            self.on_host = VoxelGrid(self.coords.cpu(), self.batch_size, self.voxel_size, self.origin)
 
     def __repr__(self) -> str:
         size = " x ".join(f"{v:g}" for v in self.voxel_size[: 1 if len(set(self.voxel_size)) == 1 else None])

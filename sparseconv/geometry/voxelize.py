@@ -11,10 +11,10 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.checks import INT32, INTEGERS, Floats, check_values, checked_batch_size, numbers
-from sparseconv.geometry.cuda_capability import check_card
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.gpu.cuda_capability import SORTING, has_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int64, Integer
@@ -88,8 +88,10 @@ def voxelize(
     if count == 0:
         nothing = torch.zeros(0, rank + 1, dtype=torch.int32, device=points.device)
         return VoxelGrid(nothing, batch_size, size, corner), torch.zeros(0, dtype=torch.int64, device=points.device)
-    if points.is_cuda:
-        check_card(points.device)
+    if points.device.type not in SORTING:
+        of_points = None if batch is None else batch.cpu()
+        grid, rows = voxelize(points.cpu(), voxel_size, of_points, batch_size=batch_size, origin=origin)
+        return grid.to(points.device), rows.to(points.device)
     cells = _cells(points.detach(), size, corner)
     low, high = _bounds(cells, batch)
     if not all(map(math.isfinite, low + high)):
@@ -128,7 +130,7 @@ def _merged(cells: torch.Tensor, batch: torch.Tensor | None, space: KeySpace) ->
     if batch is not None:
         columns = torch.cat([batch[:, None].int(), columns], 1)
     keys = space.keys(columns, narrow=True)
-    if keys.is_cuda and keys.dtype == torch.int32:  # a radix sort of as many bits as there are keys
+    if keys.dtype == torch.int32 and has_kernels(keys.device):  # a radix sort of as many bits as there are keys
         from sparseconv.gpu.radix_sort import unique_keys  # Triton is loaded where it is used
 
         first, rows = unique_keys(keys, max(1, (math.prod(space.size) - 1).bit_length()))

@@ -22,6 +22,7 @@ from sparseconv.geometry.coord_ops import places_of
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.fixed_grid_io import POINTS, note_fault
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.gpu.cuda_capability import has_kernels
 from sparseconv.gpu.streams import following, keep
 from sparseconv.ops.rows import check_grid, check_rows
 from sparseconv.products import SparseProductInfo, SparseScaleInfo, sparse_scale, sparse_vecsca
@@ -95,7 +96,7 @@ class Interpolation:
         at = self._cells.long()[:, None] + steps
         at = torch.cat([items.long()[:, None, None].expand(*at.shape[:2], 1), at], 2).flatten(0, 1)
         fits = min(grid.extent.start) - 2 >= INT32.min and max(grid.extent.end) + 1 <= INT32.max
-        quick = fits and self.device.type == "cuda"  # a grid's table there is of int32
+        quick = fits and has_kernels(self.device)  # a grid's table there is of int32
         rows = grid.lookup(at.int() if quick else at)
         self._present = (rows >= 0).view(self.num_points, corners)  # (M, 2^D)
         bounds = torch.zeros(self.num_points + 1, dtype=torch.int64, device=self.device)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.checks import check_tensor, described
-from sparseconv.geometry.cuda_capability import has_kernels
 from sparseconv.geometry.grid import VoxelGrid, in_trace, left_trace
+from sparseconv.gpu.cuda_capability import has_kernels
 from sparseconv.torch_private import dispatch_modes, functional, tracing
 from sparseconv.transforms import check_not_recorded
 
@@ -49,7 +49,7 @@ def kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     On the CPU by their bits: torch.where is a branch an element there, ten times slower, and a product would turn an
     infinite term into NaN.
     """
-    if terms.is_cuda or torch.compiler.is_compiling():
+    if terms.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.where(mask, terms, 0)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[terms.element_size()]
     return (terms.view(bits) & mask.to(bits).neg_()).view(terms.dtype)

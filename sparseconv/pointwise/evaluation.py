@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.gpu.cuda_capability import has_triton
 from sparseconv.pointwise import metadata
 from sparseconv.pointwise.kernel.launch import Launch, Overload, task_space
 from sparseconv.pointwise.kernel.plan import Plan
@@ -97,7 +98,7 @@ class Evaluation:
         """The outputs for plain arguments on one device, outside autograd."""
         first = args[self.schema.tensors[0]]
         device = metadata.check_devices(self.schema, args) if first.device.type == "cpu" else first.device
-        if device.type == "cpu":
+        if not has_triton(device):
             if self.reference is not None:
                 return _unshared(self.twin(args), args)
             return self._kernel(args, {}, device)
@@ -151,10 +152,10 @@ class Evaluation:
         return [_as_expected(result, dtype, expected) for result, dtype in zip(results, expected.dtypes.results)]
 
     def _kernel(self, args: Sequence[Any], outs: Mapping[int, Any], device: torch.device) -> list[Any]:
-        if device.type == "cpu" and not self._scalar_function.interpreted:
+        if not has_triton(device) and not (device.type == "cpu" and self._scalar_function.interpreted):
             raise TypeError(
-                f"{self.schema.name} has no reference=, the torch function that runs on CPU tensors; "
-                f"declare one, or move the arguments to a GPU"
+                f"{self.schema.name} has no reference=, the torch function that runs on {device.type.upper()} tensors; "
+                f"declare one, or move the arguments to a GPU that Triton serves"
             )
         expected, outputs = self._outputs(args, outs, device)
         launch = self._launch(args, expected, outputs)

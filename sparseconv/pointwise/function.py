@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
+from sparseconv.gpu.cuda_capability import has_triton
 from sparseconv.pointwise import metadata
 from sparseconv.pointwise.derivative import Differentiable, Transformed
 from sparseconv.pointwise.evaluation import Evaluation, packed
@@ -95,10 +96,10 @@ class PointwiseDynamicFunction(Evaluation):
             return self._into(args, outs, device)
         tensors = [args[i] for i in self.schema.tensors]
         if any(isinstance(a, StridedBuffer) for a in tensors):
-            return packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
+            return packed(self._kernel(args, {}, device) if has_triton(device) else self.evaluate(args))
         if transforms.present():
             return Transformed.apply(self, *args)
-        if _transformed(tensors) or device.type not in ("cpu", "cuda"):
+        if _transformed(tensors) or device.type == "meta":
             return self.op(*args)
         if torch.is_grad_enabled() and any(a.requires_grad for a in tensors) and self._has_gradient(args):
             return Differentiable.apply(self, None, (), (), *args)
@@ -122,10 +123,10 @@ class PointwiseDynamicFunction(Evaluation):
         if not named:
             return self(*args)
         expected, outputs = self._outputs(args, named, device)
-        if device.type == "cpu" and self.reference is not None:
+        if self.reference is not None and not has_triton(device):
             with torch.no_grad():
                 return packed([out.copy_(result) for out, result in zip(outputs, self.twin(args))])
-        if device.type == "cpu" or len(tensors) < len(self.schema.tensors) + len(named):
+        if not has_triton(device) or len(tensors) < len(self.schema.tensors) + len(named):
             outputs = self._kernel(args, named, device)
         else:
             launch = self._launch(args, expected, outputs)

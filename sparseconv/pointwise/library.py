@@ -49,8 +49,7 @@ def register(function: Evaluation) -> tuple[Any, torch.library.Library]:
     def backward(ctx: Any, *grads: Any) -> Any:
         return tuple(derivative.gradients(ctx, function, grads))
 
-    for key in ("CPU", "CUDA"):
-        library.impl(name, run, key)
+    library.impl(name, run, "CompositeExplicitAutograd")  # on every device
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if function.differentiable:
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=library)

@@ -18,6 +18,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd_function import Function
+from sparseconv.gpu.cuda_capability import has_triton
 from sparseconv.products.execute import execute_product, execute_scale, settle, turn
 from sparseconv.products.operation import call_product, call_scale
 from sparseconv.products.table import Derivative, Product
@@ -193,7 +194,7 @@ class _Pair(Function):
         ctx.save_for_backward(x, y, grad)
         ctx.call = row, infos
         ctx.set_materialize_grads(False)
-        if x.device.type == "cuda":
+        if has_triton(x.device):
             from sparseconv.products.gpu import sums as on_gpu
 
             both = on_gpu.gradient_pair(x, y, grad, _given(infos[0]))
@@ -237,7 +238,7 @@ class _Sum(Function):
         ctx.save_for_backward(x, y, x2, y2)
         ctx.call = row, infos
         terms = _given(infos[0])
-        if x.device.type == "cuda":
+        if has_triton(x.device):
             from sparseconv.products.gpu import sums as on_gpu
 
             both = on_gpu.product_sum(row, x, y, x2, y2, terms)

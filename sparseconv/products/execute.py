@@ -6,6 +6,8 @@ from typing import TypeGuard
 
 import torch
 
+from sparseconv.gpu.cuda_capability import has_triton
+from sparseconv.products import plain
 from sparseconv.products.cpu import sums as on_cpu
 from sparseconv.products.table import Derivative, Product
 from sparseconv.products.terms import Terms
@@ -19,13 +21,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def execute_scale(x: torch.Tensor, terms: Terms, out: torch.Tensor | None = None) -> torch.Tensor:
     """(N, out_size, C) or (out_size, C) from x (N, M_in, C) or (M_in, C); in ``out`` where that is given."""
     batched = x if x.dim() == 3 else x[None]
-    if x.device.type == "cuda":
+    if has_triton(x.device):
         from sparseconv.products.gpu import sums as on_gpu
 
         target = None if not _holds(out, x) else out if x.dim() == 3 else out[None]
         result = on_gpu.segment_scale(batched, terms, x.dtype, target)
     else:
-        result = on_cpu.segment_scale(batched, terms, accumulator(x.dtype))
+        result = (on_cpu if x.is_cpu else plain).segment_scale(batched, terms, accumulator(x.dtype))
     return _settled(result if x.dim() == 3 else result[0], x.dtype, out)
 
 
@@ -50,13 +52,13 @@ def execute_product(
     accumulated = out_accumulated and batched1 and batched2
     has_batch = (batched1 or batched2) and not accumulated
     x, y = (x if batched1 else x[None]), (y if batched2 else y[None])
-    if x.device.type == "cuda":
+    if has_triton(x.device):
         from sparseconv.products.gpu import sums as on_gpu
 
         target = None if out is None or not in_place else out if has_batch else out[None]
         result = on_gpu.segment_product(row, x, y, terms, accumulated, dtype, target)
     else:
-        result = on_cpu.segment_product(row, x, y, terms, accumulated, accumulator(dtype))
+        result = (on_cpu if x.is_cpu else plain).segment_product(row, x, y, terms, accumulated, accumulator(dtype))
     return _settled(result if has_batch else result[0], dtype, out)
 
 

@@ -141,9 +141,9 @@ def _split(ctx: Any, start: int = 0) -> tuple[Terms | None, ...]:
     return tuple(infos)
 
 
-torch.library.impl("sparseconv::sparse_scale", ("cpu", "cuda"), _scale_real)
+torch.library.impl("sparseconv::sparse_scale", "default", _scale_real)
 torch.library.register_fake("sparseconv::sparse_scale", _scale_fake)
 torch.library.register_autograd("sparseconv::sparse_scale", _scale_backward, setup_context=_scale_context)
-torch.library.impl("sparseconv::sparse_product", ("cpu", "cuda"), _product_real)
+torch.library.impl("sparseconv::sparse_product", "default", _product_real)
 torch.library.register_fake("sparseconv::sparse_product", _product_fake)
 torch.library.register_autograd("sparseconv::sparse_product", _product_backward, setup_context=_product_context)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sparseconv import transforms
+from sparseconv.gpu.cuda_capability import has_triton
 from sparseconv.products.schedule import WorkItems, table_text, work_items
 
 _LETTERS = "s12ogiwj"
@@ -77,7 +78,7 @@ def make_terms(
     terms = Terms(scale, index1, index2, seg_out, gather_index, index_out, out_size)
     columns = terms[:6]
     lengths = [column.shape[0] for column in (gather_index, scale, index1, index2) if column is not None]
-    if not lengths or next(column for column in columns if column is not None).device.type != "cuda":
+    if not lengths or not has_triton(next(c for c in columns if c is not None).device):
         return terms
     terms = terms._replace(table=table_text(*columns))
     if seg_out is None:

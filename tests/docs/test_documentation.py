@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import sparseconv
-from sparseconv.geometry.cuda_capability import LEAST
+from sparseconv.gpu.cuda_capability import LEAST
 from tests.backends.test_triton_ahead_of_time import SHARED
 from tests.docs.surface import public_functions
 from tests.forked import Forks

@@ -1,22 +1,24 @@
-"""Which cards are served: stand-ins for cards that are not here, and what a user is told."""
+"""Which cards have kernels: stand-ins for cards that are not here, and what a user is told."""
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import sparseconv
 from sparseconv.backends.base import Request, backend
-from sparseconv.geometry import cuda_capability as cards
-from sparseconv.geometry import grid
+from sparseconv.gpu import cuda_capability as cards
 
 
 @pytest.fixture
 def card(monkeypatch):
     """A function that puts a card of this compute capability, or this version of HIP, in the machine."""
-    cards.refusal.cache_clear()
+    forget()
 
     def put(capability=(9, 0), hip=None):
         monkeypatch.setattr(torch.version, "hip", hip)
@@ -24,42 +26,45 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
 
     yield put
-    cards.refusal.cache_clear()
+    forget()
+
+
+def forget():
+    for asked in (cards.refusal, cards.has_kernels, cards.has_triton, cards._without_triton):
+        asked.cache_clear()
 
 
 DEVICE = torch.device("cuda", 0)
-
-
-class Coords:
-    """Coordinates that say that they are on a GPU; nothing else may be asked of them."""
-
-    is_cuda, device = True, DEVICE
-
-
-def grid_on_a_card():
-    made = object.__new__(grid.VoxelGrid)
-    made.coords = Coords()
-    return made
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_cards_from_ampere_on_are_served(card, capability):
     card(capability)
     assert cards.refusal(DEVICE) is None
-    cards.check_card(DEVICE)
+    cards.check_kernels(DEVICE, "this")
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5)])
-def test_older_cards_are_refused_in_words(card, capability):
+def test_older_cards_have_no_kernels_and_the_reason_is_in_words(card, capability):
     card(capability)
-    with pytest.raises(ValueError, match=rf"a card has compute capability {capability[0]}\.{capability[1]}.*8\.0.*CPU"):
-        grid_on_a_card()._table_on_gpu(Coords())
+    with pytest.raises(ValueError, match=rf"^this needs.*capability {capability[0]}\.{capability[1]}.*8\.0"):
+        cards.check_kernels(DEVICE, "this")
 
 
-def test_amd_cards_are_refused_in_words(card):
+def test_amd_cards_have_no_kernels_and_the_reason_is_in_words(card):
     card((9, 4), hip="6.3.1")
-    with pytest.raises(ValueError, match=r"AMD cards \(HIP 6\.3\.1\).*drops without an error.*CPU"):
-        grid_on_a_card()._table_on_gpu(Coords())
+    with pytest.raises(ValueError, match=r"AMD cards \(HIP 6\.3\.1\).*drops without an error"):
+        cards.check_kernels(DEVICE, "this")
+
+
+@pytest.mark.parametrize("triton", [None, "3.2.0"])
+def test_without_triton_or_with_an_old_one_torch_serves_the_card(card, monkeypatch, triton):
+    card()
+    monkeypatch.setitem(sys.modules, "triton", triton and SimpleNamespace(__version__=triton))
+    said = "Triton is not installed" if triton is None else r"Triton 3\.2\.0 is installed.*3\.6 or newer"
+    assert not cards.has_kernels(DEVICE)
+    assert not cards.has_triton(DEVICE)
+    assert re.match(said, cards.refusal(DEVICE))
 
 
 @pytest.mark.parametrize(("capability", "hip"), [((7, 5), None), ((9, 4), "6.3.1")])
@@ -69,16 +74,14 @@ def test_the_triton_backend_and_the_norms_say_the_same(card, capability, hip):
     card(capability, hip)
     request = Request(None, DEVICE, torch.float32, 4, 4, 1)
     assert backend("triton_implicit_gemm").unsupported(request) == cards.refusal(DEVICE)
-    normalize.has_kernels.cache_clear()
     assert not normalize.has_kernels(DEVICE)
-    normalize.has_kernels.cache_clear()
 
 
 def test_a_card_is_asked_once(card, monkeypatch):
     card((8, 0))
-    cards.check_card(DEVICE)
+    assert cards.has_kernels(DEVICE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pytest.fail("asked again"))
-    cards.check_card(DEVICE)
+    assert cards.has_kernels(DEVICE)
 
 
 def test_all_that_holds_ptx_is_asked_about():

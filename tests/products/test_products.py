@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 
 import sparseconv.products as sp
+from sparseconv.products import execute, plain
 from tests.products import oracle
 from tests.products.cases import (
     AXES,
@@ -36,6 +37,16 @@ REWRITTEN = {
 
 def function(name):
     return getattr(sp, f"sparse_{name}")
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "".join("yn"[not v] for v in f))
+@pytest.mark.parametrize("name", PRODUCT_NAMES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_torchs_operations_alone_are_exact(case, name, flags, monkeypatch):
+    """What serves devices that have no kernels, here on the CPU; in pieces of a few terms."""
+    monkeypatch.setattr(execute, "on_cpu", plain)
+    monkeypatch.setattr(plain, "PIECE", 64)
+    test_integers_are_exact_with_both_gradients(case, name, flags)
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "".join("yn"[not v] for v in f))

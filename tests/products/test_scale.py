@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sparseconv.products as sp
+from sparseconv.products import execute, plain
 from tests.products import oracle
 from tests.products.cases import CASES, TOLERANCE, relative_error
 
@@ -34,6 +35,15 @@ def test_integers_are_exact_with_the_gradient(case, channels, shape):
     got = torch.autograd.grad(out, x, grad)[0]
     wanted = torch.autograd.grad(expected, x, grad)[0]
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,)], ids=["shared", "three", "none"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_torchs_operations_alone_are_exact(case, shape, monkeypatch):
+    """What serves devices that have no kernels, here on the CPU; in pieces of a few terms."""
+    monkeypatch.setattr(execute, "on_cpu", plain)
+    monkeypatch.setattr(plain, "PIECE", 64)
+    test_integers_are_exact_with_the_gradient(case, 7, shape)
 
 
 @pytest.mark.parametrize("case", CASES[:6], ids=lambda case: case.name)

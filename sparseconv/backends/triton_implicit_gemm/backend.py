@@ -36,10 +36,10 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
     rows_are_aligned,
     tiles_of,
 )
-from sparseconv.geometry.cuda_capability import refusal
 from sparseconv.geometry.gpu.lists import JOB_QUANTUM, SLOT_ALIGNMENT, most_jobs
 from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.gpu.cuda_capability import refusal
 from sparseconv.gpu.streams import list_stream, scratch
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TritonImplicitGemm(Backend):
             return f"computes in float16, bfloat16, float32, int8 and float8_e4m3fn, not in {request.dtype}; cast it"
         if request.device.type != "cuda":
             no = f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
-            return None if interpreted() else no
+            return None if interpreted() and request.device.type == "cpu" else no
         if request.dtype == FLOAT8 and card_of(request.device)[1] < (8, 9):
             return "multiplies float8 on cards of compute capability 8.9 and later"
         return refusal(request.device)

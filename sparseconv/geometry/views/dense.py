@@ -11,6 +11,7 @@ from sparseconv import transforms
 from sparseconv.checks import check_values, warn
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange, per_axis
+from sparseconv.gpu.cuda_capability import has_kernels
 
 
 def sites_of(dense: torch.Tensor, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +52,7 @@ def checked_box(grid: Any, features: torch.Tensor, extent: IndexRange | Sequence
 def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor:
     """Features (N, C) of voxels that lie within a box -> (B, C, *shape), zero elsewhere; differentiable."""
     transforms.check_not_recorded()
-    if features.is_cuda and not torch.compiler.is_compiling() and not transforms.present():
+    if has_kernels(features.device) and not torch.compiler.is_compiling() and not transforms.present():
         dense = dense_on_gpu(features, coords, items, box)
         if dense is not None:
             return dense
@@ -62,7 +63,7 @@ def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexR
 
 def filled_within(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor:
     """`filled` by rows of which some may lie outside of the box, and are left out."""
-    if features.is_cuda:
+    if has_kernels(features.device):
         dense = dense_on_gpu(features, coords, items, box)
         if dense is not None:
             return dense

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.cuda_capability import has_kernels
+from sparseconv.gpu.cuda_capability import has_kernels
 
 #: dtypes of features that the kernels serve; sums are fp32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv import transforms
+from sparseconv.gpu.cuda_capability import has_triton
 from sparseconv.pointwise.decorator import pointwise_dynamic
 from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.metadata import dtypes_of
@@ -310,7 +311,7 @@ def flip(x: Shaped[torch.Tensor, "*shape"], dims: int | Sequence[int]) -> Shaped
     if len(chosen) != len(axes):
         raise ValueError(f"flip: an axis is named twice in {axes}")
     seen = (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling() or transforms.active()
-    if x.device.type == "cpu" or seen:
+    if seen or not has_triton(x.device):
         return torch.flip(x, list(chosen))
     return copy(reversed_view(x, chosen))
 
