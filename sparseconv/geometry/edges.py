@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 
 from sparseconv import transforms
 from sparseconv.checks import close, row
 from sparseconv.geometry.coord_ops import reached, unique_coords
+from sparseconv.geometry.cpu import compiled
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import DENSE_KINDS, Boundary, IndexRange, check_box, outside
@@ -37,17 +35,19 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
         identity, mirror = window.symmetry if torus is None else symmetry(window, torus)
     sizes = len(fine), len(coarse), len(window.offsets)
     if has_kernels(fine.device):
+        from sparseconv.geometry.gpu.edge_lists import find_edges_on_gpu  # Triton is loaded where it is used
+
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
         with map_stream() as streams:
-            source = _on_gpu().find_edges_on_gpu(fine, coarse.coords, window, torus, most)
+            source = find_edges_on_gpu(fine, coarse.coords, window, torus, most)
         found = KernelMap(*sizes, source=source, identity_tap=identity, mirror=mirror)
         if streams is not None:
             streams.keep(found)
         if fine.count is not None:
             found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
         return found
-    if torus is None and _on_cpu().serves(fine):
-        pairs = _on_cpu().find_edges(fine, coarse, window)
+    if torus is None and compiled.serves(fine):
+        pairs = compiled.find_edges(fine, coarse, window)
         if pairs is not None:
             return KernelMap(*sizes, pairs=pairs, identity_tap=identity, mirror=mirror)
     queries = coarse.coords.long()
@@ -55,20 +55,6 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     for tap in range(len(table)):
         table[tap] = fine.lookup(wrap(window.fine(queries, tap), torus))
     return KernelMap(*sizes, neighbors=table, identity_tap=identity, mirror=mirror)
-
-
-@cache
-def _on_gpu() -> Any:
-    from sparseconv.geometry.gpu import edge_lists  # Triton is loaded where it is used
-
-    return edge_lists
-
-
-@cache
-def _on_cpu() -> Any:
-    from sparseconv.geometry.cpu import compiled  # loaded where it is used
-
-    return compiled
 
 
 @transforms.untraced
@@ -127,8 +113,8 @@ def _reached_grid(
         made = grid._known(found, box, scale, fills and within is None and (to_fine or window.sees_all))
         made.cells  # noqa: B018 (on its way)
         return made
-    if torus is None and len(grid) and not grid.is_shared and not outside(box) and _on_cpu().serves(grid):
-        listed: tuple[torch.Tensor, IndexRange] | None = _on_cpu().reached_voxels(grid, window, box, to_fine=to_fine)
+    if torus is None and len(grid) and not grid.is_shared and not outside(box) and compiled.serves(grid):
+        listed = compiled.reached_voxels(grid, window, box, to_fine=to_fine)
         if listed is not None:
             return grid._known(*listed, scale, True)
     if found is None:  # past the keys of a GPU, on a torus, and where no compiled loop serves

@@ -21,7 +21,6 @@ class Program:
     def __init__(self, kernel: Any, types: Sequence[Any], constants: dict[str, Any], warps: int, stages: int) -> None:
         self.kernel, self.constants = kernel, constants
         self.types, self.warps, self.stages = types, warps, stages
-        self._starts: dict[int, Callable[[int, int, tuple], None]] = {}
 
     @cached_property
     def _launcher(self) -> Any:
@@ -54,9 +53,7 @@ class Program:
 
     def start(self, device_index: int) -> Callable[[int, int, tuple], None]:
         """What launches it on a device: called with both sides of the grid and the arguments before the constants."""
-        start = self._starts.get(device_index)
-        if start is None:
-            start = self._starts[device_index] = self._launcher.on(device_index, self._values)
+        start: Callable[[int, int, tuple], None] = self._launcher.on(device_index, self._values)
         return start
 
     def through_triton(self, grid: int, arguments: tuple[Any, ...]) -> None:
