@@ -133,11 +133,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n, for n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
 def pointer(tensor: torch.Tensor) -> Pointer:
     """What a launcher takes for a tensor."""
     return tensor if INTERPRETED else tensor.data_ptr()

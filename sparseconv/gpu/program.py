@@ -12,6 +12,11 @@ from typing import Any
 import torch
 
 
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 class Program:
     """A kernel with its constants: compiled once for all maps, launched without a look at its arguments.
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from sparseconv.backends.float8 import FLOAT8
+from sparseconv.gpu.program import power_of_2
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32)
@@ -94,7 +95,7 @@ class ProblemSize:
             return 1
         wanted = max(1, PACK_CHANNELS // max(self.group_in, self.group_out))
         needed = -(-16 // min(self.group_in, self.group_out))
-        return min(power_of_two(max(wanted, needed)), power_of_two(self.groups))
+        return min(power_of_2(max(wanted, needed)), power_of_2(self.groups))
 
     @property
     def gluon(self) -> bool:
@@ -122,11 +123,6 @@ def autotuned() -> bool:
     return os.environ.get("SPARSECONV_AUTOTUNE", "0") != "0"
 
 
-def power_of_two(number: int) -> int:
-    """The least power of two that is not less than ``number``."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 def conv_candidates(problem: ProblemSize) -> list[ConvConfig]:
     """At most four configurations for the forward or input-gradient kernel, the expected best first."""
     return list(dict.fromkeys(_conv_candidates(problem)))
@@ -136,7 +132,7 @@ def _conv_candidates(problem: ProblemSize) -> list[ConvConfig]:
     c_in, c_out = problem.pack * problem.group_in, problem.pack * problem.group_out
     if problem.dtype not in FLOATING:
         # matrix units of 8 bits take 32 contracted channels, and Hopper's read both operands along them
-        block_n, block_k = min(max(16, power_of_two(c_out)), 128), min(max(32, power_of_two(c_in)), 128)
+        block_n, block_k = min(max(16, power_of_2(c_out)), 128), min(max(32, power_of_2(c_in)), 128)
         if problem.gluon:
             stages = 2 if block_n <= 64 else 3
             tile = ConvConfig(128, block_n, block_k, 4, stages, gluon=True, weight_copy=True, morton_runs=problem.far)
@@ -151,8 +147,8 @@ def _conv_candidates(problem: ProblemSize) -> list[ConvConfig]:
         )
         return [tile, replace(tile, block_m=64, warps=4), replace(tile, stages=4)]
     if problem.dtype not in HALF and not problem.gluon:
-        block_n = min(max(16, power_of_two(c_out)), 128)
-        block_k = min(max(16, power_of_two(c_in)), 32)
+        block_n = min(max(16, power_of_2(c_out)), 128)
+        block_k = min(max(16, power_of_2(c_in)), 32)
         if problem.precision == "ieee":
             # multiplications bound it: tiles of few rows waste the fewest
             tile = ConvConfig(
@@ -165,10 +161,10 @@ def _conv_candidates(problem: ProblemSize) -> list[ConvConfig]:
         tile = ConvConfig(128, block_n, block_k, warps, 3, weight_copy=not problem.transposed, morton_runs=problem.far)
         half = replace(tile, block_n=min(block_n, 64), warps=4)
         return [tile, replace(half, block_m=64, warps=8), half]
-    block_k = min(max(16, power_of_two(c_in)), 128 // problem.dtype.itemsize)
+    block_k = min(max(16, power_of_2(c_in)), 128 // problem.dtype.itemsize)
     if c_in > 16 and c_in % block_k and c_in % (block_k // 2) == 0:
         block_k //= 2
-    block_n = min(max(16, power_of_two(c_out)), 256)
+    block_n = min(max(16, power_of_2(c_out)), 256)
     if block_n > 32 and c_out % block_n and c_out % (block_n // 2) == 0:
         block_n //= 2
     wide = block_n == 256
@@ -248,8 +244,8 @@ def weight_grad_candidates(problem: ProblemSize) -> list[WeightGradConfig]:
 def _weight_grad_candidates(problem: ProblemSize) -> list[WeightGradConfig]:
     c_in, c_out = problem.pack * problem.group_in, problem.pack * problem.group_out
     if problem.dtype not in HALF and not problem.gluon:
-        block_i = min(max(16, power_of_two(c_in)), 64)
-        block_o = min(max(16, power_of_two(c_out)), 64)
+        block_i = min(max(16, power_of_2(c_in)), 64)
+        block_o = min(max(16, power_of_2(c_out)), 64)
         tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 8 * problem.processors)
         if problem.precision == "tf32" and problem.capability[0] == 9:
             # wgmma takes fp32 operands along the pairs only; two warps are too few for it: mma reads them as they lie
@@ -261,8 +257,8 @@ def _weight_grad_candidates(problem: ProblemSize) -> list[WeightGradConfig]:
         # tcgen05 keeps the sums elsewhere: ptxas then gives four warps too few registers for the addresses
         warps = 8 if problem.precision == "tf32" and problem.capability[0] == 10 else 4
         return [tile, replace(tile, block_p=16, warps=warps, stages=4)]
-    block_i = min(max(16, power_of_two(c_in)), 128)
-    block_o = min(max(16, power_of_two(c_out)), 128)
+    block_i = min(max(16, power_of_2(c_in)), 128)
+    block_o = min(max(16, power_of_2(c_out)), 128)
     large = block_i * block_o >= 128 * 128
     tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 2, 0, problem.gluon)
     if problem.gluon and problem.dtype not in HALF:

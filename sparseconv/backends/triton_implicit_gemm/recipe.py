@@ -21,11 +21,10 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     ConvConfig,
     ProblemSize,
     WeightGradConfig,
-    power_of_two,
 )
 from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.gpu.program import Fixed, Launch, Program, program_of
+from sparseconv.gpu.program import Fixed, Launch, Program, power_of_2, program_of
 from sparseconv.gpu.streams import scratch
 from sparseconv.torch_private import allows_tf32
 
@@ -222,7 +221,7 @@ class ConvSpec:
             "HAS_RESIDUAL": self._residual,
             "ACTIVATION": self._activation,
             "BLOCK_M": 16,
-            "BLOCK_N": min(128, power_of_two(c_out)),
+            "BLOCK_N": min(128, power_of_2(c_out)),
         }
         types = (torch.float32, problem.dtype, *self._more, I32, int)
         return program_of(kernel_named("combine_kernel", "kernels"), types, tuple(constants.items()), 4, 3)

@@ -21,7 +21,8 @@ from sparseconv.geometry.gpu.search import (
     search_window,
 )
 from sparseconv.geometry.gpu.taps import encode_window, entry_of, look, take
-from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, ceil_div, pointer
+from sparseconv.gpu.program import power_of_2
 from sparseconv.gpu.streams import StreamEvent, current
 
 if TYPE_CHECKING:

@@ -31,7 +31,8 @@ from sparseconv.geometry.gpu.taps import entry_of, look, take
 from sparseconv.geometry.gpu.window_3x3x3 import corners, look_at_plane
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.arena import Arena
-from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer
+from sparseconv.gpu.program import power_of_2
 from sparseconv.gpu.radix_sort import sort_rows
 from sparseconv.gpu.streams import current, map_stream
 

@@ -30,7 +30,8 @@ from sparseconv.geometry.gpu.taps import GIVEN, KEY_BITS, TapWindow, bit_places,
 from sparseconv.geometry.gpu.window_3x3x3 import CUBE, count_in_warps, mask_of_cube
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, leave, programs_at_once, wait_for_all
-from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, constant, pointer, power_of_2
+from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, constant, pointer
+from sparseconv.gpu.program import power_of_2
 from sparseconv.gpu.radix_sort import COOPERATIVE_STEPS, COOPERATIVE_WARPS, Passes, count_digits, digits_of
 from sparseconv.gpu.report import Report
 from sparseconv.gpu.streams import StreamEvent, current, map_stream

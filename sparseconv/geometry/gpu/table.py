@@ -32,7 +32,8 @@ from sparseconv.geometry.gpu.hash_probe import (
 )
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, leave, programs_at_once, wait_for_all
-from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer
+from sparseconv.gpu.program import power_of_2
 from sparseconv.gpu.report import Report
 
 _I32, _I64 = torch.int32, torch.int64

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from sparseconv.geometry.gpu.lists import Jobs
 from sparseconv.gpu.arena import Arena
-from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, ceil_div, pointer
+from sparseconv.gpu.program import power_of_2
 
 #: pairs of a job and a tap that one program compares
 CELLS = 512

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.table import aligned
-from sparseconv.gpu.launcher import Launcher, ceil_div, pointer, power_of_2
+from sparseconv.gpu.launcher import Launcher, ceil_div, pointer
+from sparseconv.gpu.program import power_of_2
 
 #: numbers of a tile, and its channels at most
 TILE, MOST_CHANNELS = 1024, 64
