@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,8 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() if flag is None else bool(flag)
 
 
-def tracing() -> bool:
-    """Whether torch.compile or torch.export traces."""
-    return torch.compiler.is_compiling() or exporting()
+#: whether torch.compile or torch.export traces, both of which say that they compile
+tracing: Callable[[], bool] = torch.compiler.is_compiling
 
 
 #: the class of torch's operators, as nodes of a traced graph name them
@@ -129,9 +128,8 @@ def records_proxies() -> bool:
     return found is not None and found.get_proxy_mode() is not None and _compiling_context() is None
 
 
-def dual_level() -> int:
-    """The level of dual tensors, below 0 for none; where torch hides it, one that may be there."""
-    return getattr(forward_ad, "_current_level", 0)
+#: the level of dual tensors, below 0 for none; where torch hides it, one that may be there
+dual_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", 0)
 
 
 #: what torch.compile keeps about the graph that it traces, None outside of it
