@@ -38,6 +38,21 @@ def private(path: str, instead: Any) -> Any:
         return instead
 
 
+#: of this torch, (2, 11)
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+#: the oldest torch whose Dynamo and torch.export read this package's networks
+LEAST_TO_TRACE = (2, 11)
+
+
+def check_version(what: str, least: tuple[int, int]) -> None:
+    """Raise RuntimeError for what this torch is too old for; all else runs on it."""
+    if least > VERSION:
+        raise RuntimeError(
+            f"{what} needs torch {least[0]}.{least[1]} or newer; this is {torch.__version__}: update torch, or "
+            "run the network eagerly, which this version does"
+        )
+
+
 # ---- who listens
 
 #: how many dispatch modes there are
@@ -63,8 +78,12 @@ is_batch_of_cotangents: Callable[[torch.Tensor], bool] = private(
 no_transforms: Callable[[], AbstractContextManager[Any]] = private("_C._DisableFuncTorch", nullcontext)
 #: below autograd's own key of the dispatcher; None where a kernel has to be called itself
 below_autograd: Callable[[], AbstractContextManager[Any]] | None = private("_C._AutoDispatchBelowAutograd", None)
-#: whether a hook is called around every module
-any_module_hook: Callable[[], bool] = private("nn.modules.module._has_any_global_hook", lambda: True)
+#: whether a hook is called around every module; torch before 2.7 does not say so in one call
+_GLOBAL_HOOKS = [f"_global_{kind}_hooks" for kind in ("backward_pre", "backward", "forward_pre", "forward")]
+any_module_hook: Callable[[], bool] = private(
+    "nn.modules.module._has_any_global_hook",
+    lambda: any(private(f"nn.modules.module.{name}", True) for name in _GLOBAL_HOOKS),
+)
 #: what torch.utils.data.default_collate makes of items of a class; its documentation has this name, and no public place
 collators: dict[Any, Callable[..., Any]] = private("utils.data._utils.collate.default_collate_fn_map", {})
 #: the base of torch's batch norms
@@ -92,7 +111,9 @@ else:
 def exporting() -> bool:
     """Whether torch.export traces. Within torch.compile, Dynamo of torch 2.11 answers the public name with True."""
     flag = getattr(torch.compiler, "_is_exporting_flag", None)
-    return torch.compiler.is_exporting() if flag is None else bool(flag)
+    if flag is None:
+        return getattr(torch.compiler, "is_exporting", lambda: False)()
+    return bool(flag)
 
 
 #: whether torch.compile or torch.export traces, both of which say that they compile
@@ -262,5 +283,5 @@ def register_tree(kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], u
     Fully sharded networks wait for the gradients of their results there. Of results that are not seen, they reduce no
     gradient, without a word.
     """
-    if _trees is not None and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    if _trees is not None and VERSION < (2, 13):
         _trees.register_pytree_node(kind, flatten, unflatten)

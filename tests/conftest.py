@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from sparseconv.torch_private import LEAST_TO_TRACE, VERSION
 from tests.cpus import CPUS, hold, is_held
 from tests.interpreter import hasten
 from tests.uninitialised import fill_uninitialised
@@ -23,6 +24,12 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
 fill_uninitialised()
+if VERSION < LEAST_TO_TRACE:
+
+    def _too_old(*_, **__):
+        pytest.skip(f"torch {torch.__version__} does not trace this package's networks")
+
+    torch.compile = torch.export.export = torch.library.opcheck = _too_old
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,7 @@ from sparseconv.files import check_place, written_whole
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.ops.comparing import same
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import pytree
+from sparseconv.torch_private import LEAST_TO_TRACE, check_version, pytree
 
 if TYPE_CHECKING:
     from jaxtyping import Integer, Shaped
@@ -98,6 +98,7 @@ def export(
     >>> program.module()(coords, torch.randn(3, 4)).shape
     torch.Size([3, 5])
     """
+    check_version("sparseconv.export.export", LEAST_TO_TRACE)
     coords, features = checked(net, inputs)
     if path is not None:
         check_place(path)
