@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparseconv.torch_private import any_module_hook
@@ -57,6 +58,7 @@ def as_settled() -> None:
     stack.enter_context(config.patch(**WANTED))
     stack.enter_context(_norms_of_unknown_rows())
     stack.enter_context(_without("_plans"))
+    stack.enter_context(_arrays_of_names_stay())
     _open.append(stack)
     if _unset not in callback.callback_handler.end_callbacks:
         callback.on_compile_end(_unset)
@@ -115,6 +117,25 @@ def _without(name: str) -> Any:
         yield
     finally:
         kind.prune_dead_object_new = prune
+
+
+@contextlib.contextmanager
+def _arrays_of_names_stay() -> Any:
+    """An array of NumPy that is no tensor, such as the names of a batch's frames, passes through a program as an object
+    of Python. Dynamo would leave the frame, since it takes every array for a tensor."""
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    wrappers: Any = VariableBuilder._type_dispatch()
+    wrap = wrappers[np.ndarray]
+
+    def wrap_numbers(builder: Any, array: Any) -> Any:
+        return wrap(builder, array) if array.dtype.kind in "biufc" else builder.wrap_user_defined(array)
+
+    wrappers[np.ndarray] = wrap_numbers
+    try:
+        yield
+    finally:
+        wrappers[np.ndarray] = wrap
 
 
 def _batch_norm(

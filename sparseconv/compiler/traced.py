@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ops: Any = torch.ops.sparseconv
 
 
-def _begin() -> None:
+def begin_program() -> None:
     """What a program of torch.compile depends on besides what it reads: guards, and Dynamo's settings."""
     if not torch.compiler.is_dynamo_compiling():
         return
@@ -70,7 +70,7 @@ class TracedGrid(VoxelGrid):
         if duplicates != "error":
             raise ValueError("a traced program merges no voxels: call voxelize before it")
         if not exporting():
-            _begin()
+            begin_program()
         rank = coords.shape[1] - 1
         size = None if voxel_size is None else numbers(voxel_size, rank, "voxel_size", positive=True)
         start = None if origin is None else numbers(origin, rank, "origin")
@@ -85,7 +85,7 @@ class TracedGrid(VoxelGrid):
         """What stands for a grid that was made before the trace: itself for one of the trace."""
         if isinstance(grid, TracedGrid):
             return grid
-        _begin()
+        begin_program()
         made = object.__new__(TracedGrid)
         made._be(_ops.grid(grid.coords, grid.batch_size, [], []), grid.coords, grid.batch_size, grid, None)
         return made
@@ -262,7 +262,7 @@ class TracedPlan:
     ) -> None:
         rank = source.rank
         if not exporting():
-            _begin()  # the grid may be of a program before this one
+            begin_program()  # the grid may be of a program before this one
         else:  # a compiled layer has checked them when it was made
             checked_window(
                 source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic

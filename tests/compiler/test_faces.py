@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -320,3 +321,32 @@ class OfAssignments(torch.nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_assigned_to_a_tensor_is_read(training):
     compare(OfAssignments(), training=training)
+
+
+class OfBatches(OfSpconv):
+    """Called with a batch of a data loader, names of frames among it, to which it adds what it finds."""
+
+    def forward(self, batch):
+        found = super().forward(batch["features"], batch["coords"])
+        batch.update({"found": found, "count": len(batch["frame_id"])})
+        return batch
+
+
+def test_a_batch_with_names_of_frames_is_one_program():
+    net = OfBatches().double().eval()
+    other = copy.deepcopy(net)
+    compiled = torch.compile(net, backend="sparseconv", options={"poison": True})
+    for number in range(3):
+        batches = []
+        for call in (compiled, other):
+            features, coords = scene(number)
+            frames = np.array([f"{number:06d}.{item}" for item in range(2)])
+            with torch.no_grad():
+                batches.append(call({"frame_id": frames, "features": features, "coords": coords}))
+        ours, theirs = batches
+        assert list(ours) == list(theirs)
+        assert ours["count"] == 2
+        assert ours["frame_id"].tolist() == [f"{number:06d}.0", f"{number:06d}.1"]
+        torch.testing.assert_close(numbers(ours["found"]), numbers(theirs["found"]))
+    assert nn.explain(net).count("program") == 1
+    assert "2 of 3 calls replayed" in nn.explain(net)

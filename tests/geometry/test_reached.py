@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from sparseconv.geometry import coord_ops as other_voxels
 from sparseconv.geometry.coord_ops import reached
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.window import Window
@@ -41,12 +40,10 @@ def one_by_one(coords, window, to_fine, torus, within):
     return sorted(found)
 
 
-@pytest.mark.parametrize("few", [0, other_voxels.FEW], ids=["by axis", "at once"])
 @pytest.mark.parametrize("to_fine", [True, False], ids=["to fine", "to coarse"])
 @pytest.mark.parametrize("limit", ["free", "on a torus", "within a box", "both"])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_every_tap_of_every_voxel(name, limit, to_fine, few, monkeypatch):
-    monkeypatch.setattr(other_voxels, "FEW", few)
+def test_every_tap_of_every_voxel(name, limit, to_fine):
     window = WINDOWS[name]
     rank = len(window.stride)
     torus = IndexRange((-2,) * rank, (4,) * rank) if limit in ("on a torus", "both") else None

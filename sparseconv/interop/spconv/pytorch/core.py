@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sparseconv.checks import INTEGERS, check_kind, check_tensor, check_values, checked_coords, no_batch, own
+from sparseconv.compiler.traced import begin_program
 from sparseconv.geometry.grid import VoxelGrid, left_trace
 from sparseconv.interop.arguments import axes, check_order, integers
 from sparseconv.interop.spconv.core import ConvAlgo
@@ -68,6 +69,7 @@ class SparseConvTensor(metaclass=Traced):
                 f"features must be (N, C) and indices (N, 1+D); got {tuple(features.shape)} and {tuple(indices.shape)}"
             )
         if tracing():
+            begin_program()
             check_in_trace(features.shape[0] == indices.shape[0])
         self._features = features
         self._indices: torch.Tensor | None = None
