@@ -20,6 +20,7 @@ from sparseconv.compiler.fusion import fuse_inference, fuse_training
 from sparseconv.compiler.program import Pass, Program
 from sparseconv.compiler.rows import Rows
 from sparseconv.compiler.settings import as_settled
+from sparseconv.torch_private import LEAST_TO_TRACE, check_version
 
 #: the programs that live, for `explain`
 programs: weakref.WeakSet[Program] = weakref.WeakSet()
@@ -35,7 +36,12 @@ def sparseconv(
         inputs: what it is called with, as Dynamo knows it.
         options: ``poison=True`` fills rows that are no voxels with NaN after every operation, for tests.
         mode: None.
+
+    Raises:
+        RuntimeError: torch is older than 2.11.
+        ValueError: another option, or a mode.
     """
+    check_version("torch.compile(backend='sparseconv')", LEAST_TO_TRACE)
     as_settled()
     options = dict(options or {})
     poison = bool(options.pop("poison", False))
