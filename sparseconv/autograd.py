@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import torch
 
 from sparseconv import transforms
-from sparseconv.backends.base import Backend, Request, choose
+from sparseconv.backends.base import Backend, Request
+from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.torch_private import (
     any_autocast,

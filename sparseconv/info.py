@@ -105,7 +105,7 @@ def backends(device: torch.device) -> dict[str, str]:
     >>> "chosen" in backends(torch.device("cpu")).values()
     True
     """
-    from sparseconv.backends.base import BACKENDS, backend
+    from sparseconv.backends.registry import BACKENDS, backend
     from sparseconv.geometry import VoxelGrid
     from sparseconv.plan import ConvolutionPlan
 

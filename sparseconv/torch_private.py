@@ -116,8 +116,9 @@ def exporting() -> bool:
     return bool(flag)
 
 
-#: whether torch.compile or torch.export traces, both of which say that they compile
-tracing: Callable[[], bool] = torch.compiler.is_compiling
+def tracing() -> bool:
+    """Whether torch.compile or torch.export traces."""
+    return torch.compiler.is_compiling() or exporting()
 
 
 #: the class of torch's operators, as nodes of a traced graph name them

@@ -6,7 +6,7 @@ import os
 import platform
 from dataclasses import dataclass
 
-from sparseconv.backends.base import backend
+from sparseconv.backends.registry import backend
 from sparseconv.llvm.compile import missing
 from sparseconv.llvm.target import Target, binding
 

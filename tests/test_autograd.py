@@ -8,7 +8,7 @@ from torch.testing._internal.optests import generate_tests
 
 import sparseconv as sc
 from sparseconv.autograd import edges_tensor
-from sparseconv.backends.base import choose
+from sparseconv.backends.registry import choose
 from tests.cases import CASES, build, named, operands
 from tests.ranks import on_ranks
 

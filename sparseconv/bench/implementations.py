@@ -143,7 +143,7 @@ class Sparseconv(Convolution):
         return self.weight.grad
 
     def details(self) -> dict[str, Any]:
-        from sparseconv.backends.base import choose
+        from sparseconv.backends.registry import choose
 
         request = self.plan.request(self.channels, self.channels, self.dtype)
         backend = choose(request, self.backend)

@@ -14,7 +14,8 @@ from sparseconv.compiler.operators import held_by
 from sparseconv.compiler.settings import while_tracing
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
-from sparseconv.plan.convolution import Axes, ConvolutionPlan, as_epilogue, autocast, by_tap, checked_window
+from sparseconv.plan.convolution import Axes, ConvolutionPlan, as_epilogue, autocast, checked_window
+from sparseconv.plan.weights import by_tap
 from sparseconv.torch_private import exporting, tracing
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from sparseconv.backends.base import choose
+from sparseconv.backends.registry import choose
 from sparseconv.plan import ConvolutionPlan
 
 

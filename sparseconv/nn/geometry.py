@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.backends.base import check_backend
+from sparseconv.backends.registry import check_backend
 from sparseconv.checks import as_tensor, check_choice, check_count, check_kind, check_tensor, no_batch, shortened
 from sparseconv.compiler import traced as traced
 from sparseconv.geometry.edges import torus_of

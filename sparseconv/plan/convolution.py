@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from functools import cache
@@ -12,8 +11,9 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd import Edges, convolution, edges_tensor
-from sparseconv.backends.base import Request, check_backend, choose
-from sparseconv.checks import as_device, check_count, check_tensor, no_batch, rows_of_points, shortened, warn
+from sparseconv.backends.base import Request
+from sparseconv.backends.registry import check_backend, choose
+from sparseconv.checks import as_device, check_count, check_tensor, no_batch, rows_of_points, shortened
 from sparseconv.device_mixin import Movable
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits, inside
 from sparseconv.geometry.grid import VoxelGrid, check_grid
@@ -24,7 +24,7 @@ from sparseconv.geometry.window import Window
 from sparseconv.plan.explain import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.packed_weights import PackedWeights
-from sparseconv.plan.weights import packed, packed_as
+from sparseconv.plan.weights import by_tap, packed, packed_as
 from sparseconv.torch_private import any_autocast, tracing
 
 if TYPE_CHECKING:
@@ -487,41 +487,6 @@ def check_places(device: torch.device, *operands: torch.Tensor | None) -> None:
                     f"move it, a network by net.to({str(device)!r}), or the scene before a plan is made of its grid"
                 )
             raise ValueError(f"the plan is on {device} but {name} is on {there}: {advice}")
-
-
-def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> torch.Tensor:
-    """A weight in any accepted layout as a view (K, C_in/G, C_out); gradients flow to the tensor given.
-
-    Three dimensions are always (K, C_in/G, C_out); 2 + D of them, D > 1, are torch's (C_out, C_in/G, *kernel).
-    ``kernel`` is None where the taps are an explicit list, which has no such layout. Warns where torch's layout is not
-    the only one that fits.
-    """
-    shape = weight.shape
-    if len(shape) == 3:
-        if shape[0] != taps:
-            hint = " (a torch conv1d weight (C_out, C_in, k) goes in as weight.permute(2, 1, 0))"
-            raise ValueError(
-                f"a weight of 3 dimensions is (K, C_in/G, C_out) with K = {taps} taps; got {tuple(shape)}"
-                + (hint if shape[2] == taps else "")
-            )
-        return weight
-    if kernel is not None and len(kernel) > 1 and len(shape) == 2 + len(kernel):
-        if tuple(shape[2:]) != kernel:
-            raise ValueError(
-                f"a weight of {len(shape)} dimensions is (C_out, C_in/G, {', '.join(map(str, kernel))}) here; got "
-                f"{tuple(shape)}: other libraries' layouts go through permute first"
-            )
-        if tuple(shape[1:-1]) == kernel and taps > 1 and not torch.compiler.is_compiling():
-            warn(
-                f"a weight {tuple(shape)} is taken in torch's layout (C_out, C_in/G, *kernel), but spconv's (C_out, "
-                "*kernel, C_in/G) fits as well: weight.flatten(2).permute(2, 1, 0) says torch's, "
-                "weight.flatten(1, -2).permute(1, 2, 0) spconv's"
-            )
-        return weight.reshape(*shape[:2], math.prod(kernel)).permute(2, 1, 0)
-    accepted = f"(K = {taps}, C_in/G, C_out)"
-    if kernel is not None and len(kernel) > 1:
-        accepted += f" or (C_out, C_in/G, {', '.join(map(str, kernel))})"
-    raise ValueError(f"the weight must be {accepted}; got {tuple(shape)}")
 
 
 def check_operands(

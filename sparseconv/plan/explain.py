@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparseconv.backends.base import Request, backend, choose, refusals
+from sparseconv.backends.base import Request
+from sparseconv.backends.registry import backend, choose, refusals
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,7 +1,8 @@
-"""Copies of a weight that live for one call: contiguous, as kernels read it, and in the dtype of the call."""
+"""Weights as kernels read them: by tap, contiguous and in the dtype of the call, in copies that live for one call."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,43 @@ from typing import Any
 
 import torch
 
+from sparseconv.checks import warn
 from sparseconv.gpu.streams import current
+
+
+def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> torch.Tensor:
+    """A weight in any accepted layout as a view (K, C_in/G, C_out); gradients flow to the tensor given.
+
+    Three dimensions are always (K, C_in/G, C_out); 2 + D of them, D > 1, are torch's (C_out, C_in/G, *kernel).
+    ``kernel`` is None where the taps are an explicit list, which has no such layout. Warns where torch's layout is not
+    the only one that fits.
+    """
+    shape = weight.shape
+    if len(shape) == 3:
+        if shape[0] != taps:
+            hint = " (a torch conv1d weight (C_out, C_in, k) goes in as weight.permute(2, 1, 0))"
+            raise ValueError(
+                f"a weight of 3 dimensions is (K, C_in/G, C_out) with K = {taps} taps; got {tuple(shape)}"
+                + (hint if shape[2] == taps else "")
+            )
+        return weight
+    if kernel is not None and len(kernel) > 1 and len(shape) == 2 + len(kernel):
+        if tuple(shape[2:]) != kernel:
+            raise ValueError(
+                f"a weight of {len(shape)} dimensions is (C_out, C_in/G, {', '.join(map(str, kernel))}) here; got "
+                f"{tuple(shape)}: other libraries' layouts go through permute first"
+            )
+        if tuple(shape[1:-1]) == kernel and taps > 1 and not torch.compiler.is_compiling():
+            warn(
+                f"a weight {tuple(shape)} is taken in torch's layout (C_out, C_in/G, *kernel), but spconv's (C_out, "
+                "*kernel, C_in/G) fits as well: weight.flatten(2).permute(2, 1, 0) says torch's, "
+                "weight.flatten(1, -2).permute(1, 2, 0) spconv's"
+            )
+        return weight.reshape(*shape[:2], math.prod(kernel)).permute(2, 1, 0)
+    accepted = f"(K = {taps}, C_in/G, C_out)"
+    if kernel is not None and len(kernel) > 1:
+        accepted += f" or (C_out, C_in/G, {', '.join(map(str, kernel))})"
+    raise ValueError(f"the weight must be {accepted}; got {tuple(shape)}")
 
 
 def packed(view: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from sparseconv.backends.base import Request, choose, refusals
+from sparseconv.backends.base import Request
 from sparseconv.backends.float8 import FLOAT8, LARGEST, Float8Rescale
+from sparseconv.backends.registry import choose, refusals
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.ops import pooling
 from sparseconv.quantization import layers

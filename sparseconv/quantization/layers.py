@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.backends.base import Request, choose
+from sparseconv.backends.base import Request
 from sparseconv.backends.integers import LARGEST, Rescale, check_integers, rescaled
+from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.nn.geometry import LayerGeometry
 from sparseconv.nn.models.resnet import FloorAvgPool, coarsened

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.backends.base import backend
+from sparseconv.backends.registry import backend
 from sparseconv.quantization.layers import Convolution, Step, Wide
 from sparseconv.quantization.recording import filled, refs_in
 from sparseconv.tensor import SparseTensor

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.backends.base import choose
+from sparseconv.backends.registry import choose
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange

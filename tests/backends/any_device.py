@@ -9,7 +9,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn, ops
-from sparseconv.backends.base import choose
+from sparseconv.backends.registry import choose
 from sparseconv.geometry.fixed_grid import FixedGrid
 from tests import fake_device
 from tests.cases import CASES, build, named, operands, random_grid

@@ -7,7 +7,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import pointwise
-from sparseconv.backends.base import backend
+from sparseconv.backends.registry import backend
 
 HALVES = (torch.bfloat16, torch.float16)
 BACKENDS = ("llvm_implicit_gemm", "numpy_gather_scatter")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.base import BACKENDS, backend, choose
+from sparseconv.backends.registry import BACKENDS, backend, choose
 from tests import oracle
 from tests.cases import CASES, TOLERANCE, Case, build, error, named, operands
 

@@ -107,7 +107,7 @@ def test_widths_about_the_edges_of_blocks(dtype, cpu):
     if cpu != "host" and not CPUS[cpu].runs_here():
         pytest.skip(f"this CPU has no {cpu}")
     backend = LlvmImplicitGemm(None if cpu == "host" else CPUS[cpu].target)
-    kernel_map, other = random_map(3, 30, 40, 4), sc.backends.base.backend("numpy_gather_scatter")
+    kernel_map, other = random_map(3, 30, 40, 4), sc.backends.registry.backend("numpy_gather_scatter")
     for width in WIDTHS:
         torch.manual_seed(width)
         for c_in, c_out, groups in ((3, width, 1), (width, 5, 1), (8, 2 * width, 2)):

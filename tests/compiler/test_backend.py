@@ -161,6 +161,23 @@ def test_few_voxels_and_none() -> None:
     compare(lambda: Head(lambda m, y: y), trains=True, sizes=(300, 1, 2, 300, 1, 3), replays=False)
 
 
+class ThereAndBack(nn.SparseModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv(4, 8, 2, stride=2), nn.InverseConv(8, 4, 2, stride=2)
+
+    def forward(self, x: sc.SparseTensor) -> sc.SparseTensor:
+        return self.up(self.down(x), onto=x)
+
+
+def test_other_backends_of_torch_compile_take_new_scenes() -> None:
+    net = ThereAndBack().double()
+    compiled = torch.compile(net, backend="eager")
+    for seed, voxels in enumerate(SIZES):
+        x = scene(seed, voxels)
+        torch.testing.assert_close(compiled(x).features, net(x).features)
+
+
 def test_two_calls_before_their_gradients() -> None:
     module = Head(lambda m, y: y.features.tanh()).double()
     eager = copy.deepcopy(module)

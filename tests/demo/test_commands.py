@@ -59,7 +59,7 @@ def test_help_needs_no_torch(asked):
 
 
 def test_info_names_versions_and_every_backend():
-    from sparseconv.backends.base import BACKENDS
+    from sparseconv.backends.registry import BACKENDS
 
     process = outside("info")
     said, complaints = process.communicate(timeout=120)

@@ -23,7 +23,7 @@ import sys, torch, sparseconv
 folder, names, sizes = sys.argv[1], sys.argv[2].split(","), range(int(sys.argv[3]))
 torch.set_num_threads(int(sys.argv[4]))  # sums over rows are cut by threads
 if sys.argv[5]:  # the CPU that the tests are held to
-    from sparseconv.backends.base import backend
+    from sparseconv.backends.registry import backend
     from tests.cpus import CPUS
     backend("llvm_implicit_gemm").target = CPUS[sys.argv[5]].target
 for name in names:

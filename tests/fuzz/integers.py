@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.base import BACKENDS, Request, backend
+from sparseconv.backends.base import Request
 from sparseconv.backends.integers import Rescale
+from sparseconv.backends.registry import BACKENDS, backend
 from tests import oracle
 
 CPU = ("llvm_implicit_gemm", "numpy_gather_scatter")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import sparseconv
-from sparseconv.backends.base import Request, backend
+from sparseconv.backends.base import Request
+from sparseconv.backends.registry import backend
 from sparseconv.gpu import cuda_capability as cards
 
 

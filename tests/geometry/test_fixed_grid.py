@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
-from sparseconv.backends.base import BACKENDS, backend
+from sparseconv.backends.registry import BACKENDS, backend
 from sparseconv.geometry.edges import Window, fine_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.fixed_grid_io import fault_of, put_scene

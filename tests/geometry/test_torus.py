@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.base import BACKENDS
+from sparseconv.backends.registry import BACKENDS
 from sparseconv.geometry.edges import Window
 from sparseconv.geometry.kernel_map import KernelMap
 from tests import oracle

@@ -10,7 +10,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn, pointwise
-from sparseconv.backends.base import BACKENDS, backend
+from sparseconv.backends.registry import BACKENDS, backend
 from sparseconv.pointwise import Epilogue
 from tests.cases import TOLERANCE, build, error, named, operands
 

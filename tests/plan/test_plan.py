@@ -14,7 +14,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv.plan import shared_plan
-from sparseconv.plan.convolution import by_tap
+from sparseconv.plan.weights import by_tap
 from tests.cases import CASES, build, operands
 
 

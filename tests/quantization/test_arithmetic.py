@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.base import backend
 from sparseconv.backends.integers import Rescale, check_bound, rescaled
 from sparseconv.backends.llvm_implicit_gemm import backend as engine
+from sparseconv.backends.registry import backend
 from sparseconv.quantization import convolve
 from tests import oracle
 from tests.fuzz import integers as fuzz

@@ -11,8 +11,8 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.backends.base import backend
 from sparseconv.backends.float8 import FLOAT8, Float8Rescale
+from sparseconv.backends.registry import backend
 from sparseconv.quantization.float8 import narrowed
 from sparseconv.quantization.layers import Combine, Quantize
 from tests.quantization.test_arithmetic import home
