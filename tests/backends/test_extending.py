@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseconv.backends import base
+from sparseconv.backends import registry
 from tests.backends import test_every_backend as every
 from tests.cases import CASES, Case, named
 
@@ -28,7 +28,7 @@ made = made["EdgeByEdge"]
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """The document's class, put into `BACKENDS` as the document says."""
-    monkeypatch.setitem(base.BACKENDS, NAME, f"{__name__}:made")
+    monkeypatch.setitem(registry.BACKENDS, NAME, f"{__name__}:made")
 
 
 @pytest.mark.parametrize("dtype", every.DTYPES, ids=str)

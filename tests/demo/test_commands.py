@@ -175,12 +175,12 @@ def test_a_bare_installation_says_what_a_bug_report_needs(asked):
 def test_a_report_comes_where_something_is_broken(monkeypatch):
     """A backend that cannot even be asked, and a grid that cannot be made, are lines of the report."""
     from sparseconv import geometry, info
-    from sparseconv.backends import base
+    from sparseconv.backends import registry
 
     def broken(name):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(base, "backend", broken)
+    monkeypatch.setattr(registry, "backend", broken)
     assert set(info.backends(torch.device("cpu")).values()) == {
         "no: OSError: libcuda.so.1: cannot open shared object file"
     }

@@ -545,7 +545,8 @@ class MinkowskiPruning(MinkowskiModuleBase):
     def forward(self, input: SparseTensor, mask: torch.Tensor) -> SparseTensor:
         """A `SparseTensor` and mask (N,) bool on its device -> the voxels that stay."""
         check_input(input, None)
-        return input.placed(input.F[mask], input.coordinate_manager.prune(input.key, mask))
+        kept = input.coordinate_manager.prune(input.key, mask)  # which says what is wrong with a mask
+        return input.placed(input.F[mask], kept)
 
 
 class MinkowskiUnionFunction:
