@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.backends import base
+from sparseconv.backends import registry
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.triton_implicit_gemm import backend as triton_backend
 from sparseconv.backends.triton_implicit_gemm.backend import problem_size
@@ -111,9 +111,9 @@ def by_rows(a: numpy.ndarray, b: numpy.ndarray, dtype: numpy.dtype) -> numpy.nda
 def test_rows_of_small_blocks_are_summed_as_in_a_large_map(knows, monkeypatch):
     """A card of four multiprocessors: the whole keeps it busy, blocks do not, and of few tiles taps are split."""
     name = "triton_implicit_gemm"
-    monkeypatch.setattr(base, "BACKENDS", {name: base.BACKENDS[name]})
+    monkeypatch.setattr(registry, "BACKENDS", {name: registry.BACKENDS[name]})
     for kept in ("_recipes", "_latest"):
-        monkeypatch.setattr(base.backend(name), kept, {})
+        monkeypatch.setattr(registry.backend(name), kept, {})
     monkeypatch.setattr(triton_backend, "problem_size", lambda *args: replace(problem_size(*args), processors=4))
     monkeypatch.setattr(numpy, "matmul", by_rows)
     if not knows:
