@@ -27,7 +27,7 @@ console = wide_console()
 
 Caches = Annotated[Path | None, typer.Option(help="Folder of compiled kernels; default: one that goes.")]
 Picture = Annotated[bool, typer.Option(help="Draw the results, too.")]
-Device = Annotated[str, typer.Option(help="'cpu' runs the same flow without a card.")]
+Device = Annotated[str, typer.Option(help="'cpu' runs the same flow without a GPU.")]
 
 
 @app.callback()
@@ -57,7 +57,7 @@ def gpu(
     quick: Quick = False,
     device: Device = "cuda",
 ) -> None:
-    """The first table of the targets on a card, beside its 'must' and 'goal'."""
+    """The first table of the targets on a GPU, beside its 'must' and 'goal'."""
     grid = selection.chosen(selection.GPU_QUICK if quick else selection.first_table(), case or [], channels or [])
     names = selection.named(backend or [], compare, device)
     kinds = dtype or (["fp16"] if quick else ["fp16", "bf16", "tf32", "fp32"])
@@ -230,7 +230,7 @@ def _pictures(out: Path) -> Path:
 def golden(
     json: Annotated[Path | None, typer.Option(help="Write the hashes here.")] = None,
     against: Annotated[Path | None, typer.Option(help="Compare with the hashes in this file.")] = None,
-    device: Annotated[str | None, typer.Option(help="'cuda' or 'cpu'; default: a card, where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="'cuda' or 'cpu'; default: a GPU, where there is one.")] = None,
     case: CaseNames = None,
     small: Annotated[bool, typer.Option(help="The small scenes alone.")] = False,
 ) -> None:

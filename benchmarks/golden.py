@@ -6,8 +6,8 @@ A hash is SHA-256 over names, dtypes, shapes and bytes of the arrays of one stag
 lists, tiles, jobs, reached voxels. Every scene is taken in its given order of rows and shuffled, and its maps are made
 
     eager      from an ordinary grid;
-    captured   from a grid of fixed size (`FixedGrid`), in a CUDA graph on a card;
-    streams    the same, with maps on streams beside those of features, as `nn.capture` builds them (a card alone).
+    captured   from a grid of fixed size (`FixedGrid`), in a CUDA graph on a GPU;
+    streams    the same, with maps on streams beside those of features, as `nn.capture` builds them (a GPU alone).
 
 With ``--device cpu`` the maps are those of the CPU, which have no tiles and no jobs. With TRITON_INTERPRET=1 and
 ``--device cpu`` the small scenes go through the GPU's kernels in Triton's interpreter. ``--against`` compares with an
@@ -91,7 +91,7 @@ def _named(name: str) -> Any:
 
 
 def _map_by_kernels(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Boundary) -> KernelMap:
-    """The map that a card would build, of grids on the CPU, by the interpreter."""
+    """The map that a GPU would build, of grids on the CPU, by the interpreter."""
     from sparseconv.geometry import edges
 
     torus = edges.torus_of(fine, window, boundary)
@@ -482,7 +482,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the hashes here")
     parser.add_argument("--against", type=Path, help="compare with the hashes in this file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a card, where there is one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU, where there is one")
     parser.add_argument("--cases", nargs="*", help="scenes besides the small ones; default: all ten")
     parser.add_argument("--small", action="store_true", help="the small scenes alone")
     parser.add_argument("--rows", type=int, help="rows of a small scene")

@@ -203,7 +203,7 @@ def _fault(loss: torch.Tensor, parameters: list[torch.nn.Parameter]) -> str | No
 def _replayed(clock: Clock, call: Callable[[], torch.Tensor], wanted: torch.Tensor, seconds: float) -> dict[str, Any]:
     """The call captured in a CUDA graph and replayed, its result compared."""
     if clock.device != "cuda":
-        return {"reason": "graphs are captured on a card only"}
+        return {"reason": "graphs are captured on a GPU only"}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -225,7 +225,7 @@ def _replayed(clock: Clock, call: Callable[[], torch.Tensor], wanted: torch.Tens
     return clock.time(graph.replay, seconds).as_dict()
 
 
-ON_A_CARD = {"reason": "graphs are captured on a card only"}
+ON_A_CARD = {"reason": "graphs are captured on a GPU only"}
 #: of the loss, so that gradients of a mean over a scene are no subnormal halves, whose rounding hides what is compared
 SCALE = 2.0**10
 
@@ -310,7 +310,7 @@ def _off(found: Sequence[Any], wanted: Sequence[Any]) -> float:
 
 
 def _reserved() -> int:
-    """Bytes of the card that torch holds and needs."""
+    """Bytes of the GPU that torch holds and needs."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -84,7 +84,7 @@ class Service:
         if how == "captured":
             logits = self.captured(x)
             try:
-                self.captured.check()  # of this sweep: a coarser grid may lack rows, which the host does not see
+                self.captured.check()  # of this sweep: a coarser grid may lack rows, which the CPU does not see
             except RuntimeError:
                 how = "eager"
         if how == "eager":

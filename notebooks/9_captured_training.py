@@ -10,7 +10,7 @@
 
 # %% [markdown]
 # # Captured training
-# On a GPU, a step on a new scan is mostly Python: the card waits for launches. A captured network records a step once,
+# On a GPU, a step on a new scan is mostly Python: the GPU waits for launches. A captured network records a step once,
 # kernel maps included, and replays it for scenes of any size. One line does it, and the loop stays yours. Without a GPU
 # the same line changes nothing, so this notebook runs anywhere.
 

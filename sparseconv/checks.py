@@ -368,7 +368,7 @@ def row(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def check_several(grids: Any) -> None:
-    """Raise ValueError unless these are several grids of which the host knows all voxels."""
+    """Raise ValueError unless these are several grids of which the CPU knows all voxels."""
     if not isinstance(grids, (list, tuple)) or not grids:
         raise ValueError(f"cat needs a sequence of at least one grid; got {grids!r}")
     for number, grid in enumerate(grids):

@@ -79,11 +79,11 @@ def text() -> str:
         f"threads     {found['threads']} in torch",
     ]
     for n in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(n)
+        gpu = torch.cuda.get_device_properties(n)
         driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={n}")
         lines.append(
-            f"cuda:{n}      {card.name}, compute capability {card.major}.{card.minor}, "
-            f"{card.total_memory / 2**30:.0f} GiB, driver {driver or 'unknown'}"
+            f"cuda:{n}      {gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
+            f"{gpu.total_memory / 2**30:.0f} GiB, driver {driver or 'unknown'}"
         )
     if not torch.cuda.device_count():
         lines.append("gpu         none visible to torch")

@@ -16,7 +16,7 @@ from sparseconv.bench.report import figure as value
 
 Row = dict[str, Any]
 OURS = "sparseconv"
-#: the least of all peers' figures on the card of the targets, whichever file has it
+#: the least of all peers' figures on the GPU of the targets, whichever file has it
 BEST = "best other (Nov 2026)"
 #: one colour a name everywhere; ours is the strong one (Okabe and Ito's set, which the colour-blind can tell apart)
 COLOURS = {OURS: "#0072B2", "spconv": "#E69F00", "spconv-triton": "#56B4E9", BEST: "#999999"}
@@ -61,7 +61,7 @@ def given(rows: Sequence[Row]) -> list[Row]:
 
 
 def cubes(rows: Sequence[Row]) -> list[Row]:
-    """`given` rows of a 3x3x3 kernel; on a card those of the first table of the targets, if there are any."""
+    """`given` rows of a 3x3x3 kernel; on a GPU those of the first table of the targets, if there are any."""
     rows = [r for r in given(rows) if r.get("kernel", 3) == 3]
     cells = {(c["case"], c["channels"]) for c in report.targets()["layers"]}
     if rows and rows[0]["device"] == "cuda":
@@ -71,7 +71,7 @@ def cubes(rows: Sequence[Row]) -> list[Row]:
 
 
 def with_best(rows: Sequence[Row], found: dict[str, Any]) -> list[Row]:
-    """The rows and, on the card of the targets, the least that any of the others took there as rows of their own."""
+    """The rows and, on the GPU of the targets, the least that any of the others took there as rows of their own."""
     more = []
     for row in rows if report.is_aimed_at(found["machine"]) else ():
         if row["implementation"] == OURS and row["dtype"] == "fp16":

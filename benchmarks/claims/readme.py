@@ -38,10 +38,10 @@ CLIENTS_SHOWN = {
     "spunet_b6": "the same, six scans",
     "softgroup": "SoftGroup's U-Net",
 }
-#: the share by which a figure may be worse when it is measured again; and where the host sets the pace, by how much its
-#: Python is slower: the same maps took 0.59 and 0.95 ms on two machines with the same card
+#: the share by which a figure may be worse when it is measured again; and where the CPU sets the pace, by how much its
+#: Python is slower: the same maps took 0.59 and 0.95 ms on two machines with the same GPU
 TOLERANCE, HOST_TOLERANCE = 0.15, 0.9
-#: what of a network the host paces, and the milliseconds of a layer's under which it does
+#: what of a network the CPU paces, and the milliseconds of a layer's under which it does
 HOSTS, HOST_MS = ("step", "inference", "fixed"), {"map": 1.5, "step": 0.5, "forward": 0.1}
 SPCONV = f"{PREFIX}spconv"
 #: two cores, ours and spconv's

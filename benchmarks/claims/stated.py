@@ -90,7 +90,7 @@ def best_other(case: str, channels: int, quantity: str) -> float | None:
 
 
 def _spconvs(row: dict[str, Any], quantity: str) -> float | None:
-    """What spconv's network took on another such card, with another host."""
+    """What spconv's network took on another GPU of this kind, in another server."""
     if row["implementation"] != "unet:spconv":
         return None
     name = "replay" if quantity == "fixed" else quantity

@@ -4,8 +4,8 @@ A claim has its ``text``; ``stated``, as it stands in the README, and ``figure``
 (implementation, case, channels, dtype, device, quantity); ``tolerance``, the share by which ours may now be worse, or
 a peer better. Times that are later than stated, ours and peers', are measured again at the end, and each counts where
 it was least: what else a host has to do, for some seconds, adds to times and takes nothing off them. A claim about a
-card names the ``card`` and the ``record``, the committed file that it was taken from: without that card the claim is
-held against its record. ``best other`` is the fastest of the peers that can be imported; where all are slower than
+GPU names its ``card`` and the ``record``, the committed file that it was taken from: without that GPU the claim is
+compared with its record. ``best other`` is the fastest of the peers that can be imported; where all are slower than
 stated, the one that was the fastest may not be installed. A claim that is ``derived`` is the ``least`` or the
 ``most`` of its cells' quotients, theirs over ours, and follows from them.
 """
@@ -142,7 +142,7 @@ def found(claim: Claim, rows: Mapping[Job, runner.Row]) -> tuple[str, float | No
     """How a claim's value was found, ``measured`` or ``recorded``; the value, None, or infinity where what should have
     been measured broke; why there is none."""
     asked = claim["measure"]
-    why = f"no card here is an {claim.get('card')}"
+    why = f"no GPU here is an {claim.get('card')}"
     if _is_measured_here(claim):
         value, why = measured(asked, rows)
         if value is not None:

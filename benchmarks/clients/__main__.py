@@ -20,7 +20,7 @@ from benchmarks.clients.scenes import Setting
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The card, or the CPU with its instructions and threads."""
+    """The GPU, or the CPU with its instructions and threads."""
     if device == "cuda":
         return {"card": torch.cuda.get_device_name()}
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

@@ -36,7 +36,7 @@ def timed(run: Callable[[Any], Any], scenes: list[Any], repeats: int) -> dict[st
 
 
 def busy(run: Callable[[Any], Any], scenes: list[Any]) -> dict[str, float]:
-    """How long the card works a call, in ms, and launches a call, by torch's profiler."""
+    """How long the GPU works a call, in ms, and launches a call, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as record:

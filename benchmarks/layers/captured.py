@@ -46,7 +46,7 @@ class CapturedMap:
     directions, edges by tap, and the weight gradient's jobs.
 
     Args:
-        convolution: whose coordinates are the example, on a card.
+        convolution: whose coordinates are the example, on a GPU.
         room: rows over those that the example has; rounded up to the 256 that `nn.capture` rounds to.
     """
 

@@ -12,7 +12,7 @@ from benchmarks.layers.machine import differing, machine
 
 Compare = Annotated[bool, typer.Option("--compare", help="Measure every peer that can be imported, too.")]
 Rounds = Annotated[
-    int, typer.Option(min=1, help="Measure up to so often while the host is slow; the least of each time counts.")
+    int, typer.Option(min=1, help="Measure up to so often while the CPU is slow; the least of each time counts.")
 ]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the results file: measure what a run that was stopped left out.")

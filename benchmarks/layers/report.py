@@ -32,7 +32,7 @@ def targets() -> dict[str, Any]:
 def least(before: Row, now: Row) -> Row:
     """The row measured now, with those times of the ones before that were less, and how often that makes.
 
-    Each says the host's pace where that was quickest: the host is not what a time waits for that came to no less then.
+    Each says the CPU's pace where that was quickest: the CPU is not what a time waits for that came to no less then.
     """
     now = now | {"times": before.get("times", 1) + 1}
     if {before["status"], now["status"]} != {"measured"}:
@@ -49,13 +49,13 @@ def least(before: Row, now: Row) -> Row:
 
 
 def pace(row: Row) -> float | None:
-    """The host's slowest pace, in microseconds, while the row's times were taken; None where none says."""
+    """The CPU's slowest pace, in microseconds, while the row's times were taken; None where none says."""
     found = [cell["pace"] for cell in row.values() if isinstance(cell, dict) and "pace" in cell]
     return max(found, default=None)
 
 
 def is_aimed_at(machine: dict[str, Any]) -> bool:
-    """Whether the targets were set for this machine's card: they say nothing of another."""
+    """Whether the targets were set for this machine's GPU: they say nothing of another."""
     return machine.get("card", {}).get("name") == targets()["card"]
 
 

@@ -1,4 +1,4 @@
-"""Which jobs a command means: the first table of the targets for a card, a short list for a CPU, subsets of either."""
+"""Which jobs a command means: the first table of the targets for a GPU, a short list for a CPU, subsets of either."""
 
 from __future__ import annotations
 

@@ -42,14 +42,14 @@ class Kept(dict[Job, Row]):
         return row.get("times", 1) if row["status"] in ("measured", "skipped") else 0
 
     def is_due(self, job: Job, turn: int) -> bool:
-        """Whether it is to be measured in the round of this number: first of all, or while the host was slow for it."""
+        """Whether it is to be measured in the round of this number: first of all, or while the CPU was slow for it."""
         times = self.times(job)
         if times == 0:
             return True
         return times <= turn and self[job]["status"] == "measured" and self.slowness(job) > SLOW
 
     def slowness(self, job: Job) -> float:
-        """How many times its quickest of this run the host took while a job was measured; infinite where none says."""
+        """How many times its quickest of this run the CPU took while a job was measured; infinite where none says."""
         paces = [found for row in self.values() if (found := report.pace(row)) is not None]
         mine = report.pace(self[job])
         return math.inf if mine is None else mine / min(paces)
@@ -90,7 +90,7 @@ def measured(
         caches: folder of compiled kernels; default: one that goes.
         budget: seconds for all jobs together; those not reached are skipped.
         pictures: folder of pictures of ``out``; default: none.
-        rounds: how often a job is measured, one round after another, while the host was slow for it; the least of each
+        rounds: how often a job is measured, one round after another, while the CPU was slow for it; the least of each
             time counts.
         begun: what a run that was stopped has written; its rounds count, and its rows stay.
     """
@@ -126,7 +126,7 @@ def measured(
         console.print(f"[dim]{sentence}[/]", highlight=False)
     late = [found for job in kept if SLOW < (found := kept.slowness(job)) < math.inf]
     if late:
-        said = f"the host was slow for {len(late)} of {len(kept)} jobs, up to {max(late):.1f} times its quickest"
+        said = f"the CPU was slow for {len(late)} of {len(kept)} jobs, up to {max(late):.1f} times its quickest"
         console.print(f"[dim]{said}: --rounds measures such ones again[/]", highlight=False)
     if out is not None:
         console.print(f"wrote {out}", highlight=False)

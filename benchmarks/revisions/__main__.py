@@ -5,7 +5,7 @@
 Each side is a process that imports its checkout. Both prepare a cell side by side: they compile, choose by estimate,
 and check. Then each measures it alone, old and new in turns, by `sparseconv.bench.timing`: CUDA events, medians.
 A cell holds where the new revision takes at most 3% more; an isolated eager map may take 40 us more.
-Other tenants slow a host's cores: each turn runs on the core that is quickest then. Where the host sets the pace,
+Other tenants slow a host's cores: each turn runs on the core that is quickest then. Where the CPU sets the pace,
 rounds go on until each side had ``--rounds`` quiet ones, at most four times as many; those alone count.
 First gradients are those of a process that finds no compiled kernel, and of a second one, which finds all. Python's
 own bytecode is there, as installers leave it.

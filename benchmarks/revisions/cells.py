@@ -38,9 +38,9 @@ class Cell(NamedTuple):
 
     @property
     def is_launched_by_the_host(self) -> bool:
-        """Whether the host sets the pace: each repeat runs Python, which a graph's replay does not.
+        """Whether the CPU sets the pace: each repeat runs Python, which a graph's replay does not.
 
-        A first start spends most of its time in compilers, in many processes, so no core's pace is that of the host.
+        A first start spends most of its time in compilers, in many processes, so no core's pace is that of the CPU.
         """
         return self.quantity in ("eager_map", *LAYERS, SECOND)
 

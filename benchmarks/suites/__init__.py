@@ -14,7 +14,7 @@
 | `spconv_triton` | spconv-triton | `tests`, with ``SPCONV_TEST_IMPL=spconv`` |
 | `fvdb` | fvdb-core | `tests/unit/test_conv_semantics*.py` |
 
-Where a test asks for a CUDA card, it is told that the CPU is one. Loops that look for leaks go round three times, and
+Where a test asks for a CUDA GPU, the CPU answers as one. Loops that look for leaks go round three times, and
 FlexGEMM's scenes are cut. It needs ``parameterized``, and spconv's wheel for numbers that a checkout lacks.
 
 Each test that does not pass has a reason in `reasons`, and the command fails where one has none.

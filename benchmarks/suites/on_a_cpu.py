@@ -1,4 +1,4 @@
-"""Code that asks for a CUDA card, on the CPU: devices are renamed, and questions about the card have an answer."""
+"""Code that asks for a CUDA GPU, on the CPU: devices are renamed, and questions about the GPU have an answer."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _Kind(type):
 
 
 class _Device(metaclass=_Kind):
-    """In place of ``torch.device``: numbers and cards name the CPU."""
+    """In place of ``torch.device``: numbers and GPUs name the CPU."""
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Every function of torch that is given a card takes the CPU in place of it."""
+    """Every function of torch that is given a GPU takes the CPU in place of it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[Any], args: Any = (), kwargs: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ class _Event:
 
 
 def rename_devices(suite: Path) -> None:
-    """Sends all to the CPU from here on; files of the suite, and they alone, are told that there is a card."""
+    """Sends all to the CPU from here on; files of the suite, and they alone, are told that there is a GPU."""
 
     def available() -> bool:
         return Path(sys._getframe(1).f_code.co_filename).is_relative_to(suite)

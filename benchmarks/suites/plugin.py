@@ -19,7 +19,7 @@ SUITE = os.environ.get("SUITE_NAME", "")
 found: dict[str, dict[str, str]] = {}
 
 
-@pytest.hookimpl(tryfirst=True)  # a conftest of the suite may ask for a card
+@pytest.hookimpl(tryfirst=True)  # a conftest of the suite may ask for a GPU
 def pytest_configure(config: pytest.Config) -> None:
     folder = Path(os.environ["SUITE_FOLDER"])
     torch.set_num_threads(1)

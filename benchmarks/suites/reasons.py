@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-CARD = "needs a CUDA card"
+CARD = "needs a CUDA GPU"
 INNER = "reads inner parts of the library"
 THEIRS = "fails with the library itself, too"
 DIFFERENT = "differs on purpose, as the tables say"

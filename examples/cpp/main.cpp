@@ -2,7 +2,7 @@
 //
 //   run_package PACKAGE SCENE [EXPECTED] [--size EDGE] [--low X Y Z --high X Y Z] [--zyx] [--repeat N] [--exact]
 //
-// PACKAGE.pt2 is one for a CPU, PACKAGE.pt one for a card. --exact wants every bit of a result to be the expected one.
+// PACKAGE.pt2 is one for a CPU, PACKAGE.pt one for a GPU. --exact wants every bit of a result to be the expected one.
 // SCENE.bin is points: float32 x, y, z and a fourth number, as KITTI writes them. EDGE is that of a voxel, whose features
 // are means over its points. With a box, points outside of it are left out, and voxels are counted from its lower corner.
 // --zyx turns the axes round, as networks of spconv's kind want them. SCENE.pt is voxels: coords (N, 1+D) int32 and
@@ -24,10 +24,10 @@
 
 #include "functions.h"
 #include "network.h"
-#ifdef SPARSECONV_CARD
+#ifdef SPARSECONV_GPU
 #include <c10/cuda/CUDAFunctions.h>
 
-#include "card_network.h"
+#include "gpu_network.h"
 #endif
 
 namespace {
@@ -128,8 +128,8 @@ std::pair<Run, at::Device> network_of(const std::string& path) {
     const auto network = std::make_shared<sparseconv::Network>(path);
     return {[network](const at::Tensor& coords, const at::Tensor& x) { return network->run(coords, x); }, at::kCPU};
   }
-#ifdef SPARSECONV_CARD
-  const auto network = std::make_shared<sparseconv::CardNetwork>(path);
+#ifdef SPARSECONV_GPU
+  const auto network = std::make_shared<sparseconv::GpuNetwork>(path);
   std::cout << network->steps() << " steps, " << network->nodes() << " nodes in the graph\n";
   return {[network](const at::Tensor& coords, const at::Tensor& x) {
             std::vector<at::Tensor> results = network->run(coords, x);
@@ -138,7 +138,7 @@ std::pair<Run, at::Device> network_of(const std::string& path) {
           },
           at::kCUDA};
 #else
-  TORCH_CHECK(false, path, " is for a card, and this program was built with a torch that has no CUDA");
+  TORCH_CHECK(false, path, " is for a GPU, and this program was built with a torch that has no CUDA");
 #endif
 }
 

@@ -2,10 +2,10 @@
 
     python examples/cpp/make.py unet build/cpp
     python examples/cpp/make.py encoder build/cpp
-    python examples/cpp/make.py encoder build/cpp --card
+    python examples/cpp/make.py encoder build/cpp --gpu
 
 It writes NETWORK.pt2, NETWORK_points.bin and NETWORK_expected.pt into the folder, and prints the command that compares
-in C++. The weights are random: it is the numbers that are compared. With --card the package is NETWORK.pt, for the card
+in C++. The weights are random: it is the numbers that are compared. With --gpu the package is NETWORK.pt, for the GPU
 of this machine, and the results are those of `nn.capture`, whose time is printed too.
 """
 
@@ -44,7 +44,7 @@ def encoder(size: float) -> tuple[torch.nn.Module, list[str]]:
     return nn.VoxelResBackBone8x(4, (z + 1, y, x)), box
 
 
-#: calls whose median is printed: a card that was idle takes some tenths of a second to its usual pace
+#: calls whose median is printed: a GPU that was idle takes some tenths of a second to its usual pace
 CALLS = 500
 #: each with the edge of its voxels [m]
 NETWORKS = {"unet": (unet, 0.2), "encoder": (encoder, 0.1)}
@@ -70,12 +70,12 @@ def on_cpu(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path:
     return lambda: run(*scene)
 
 
-def on_card(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> Callable[[], Any]:
-    """Write a package for this card; a call of `nn.capture`."""
+def on_gpu(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> Callable[[], Any]:
+    """Write a package for this GPU; a call of `nn.capture`."""
     coords, features = (t.cuda() for t in scene)
-    sc.export.package_for_card(net.cuda(), (coords, features), path)
+    sc.export.package_for_gpu(net.cuda(), (coords, features), path)
     x = sc.SparseTensor(sc.VoxelGrid(coords), features)
-    if isinstance(net, nn.VoxelResBackBone8x):  # whose results lie on voxels that only the card counts
+    if isinstance(net, nn.VoxelResBackBone8x):  # whose results lie on voxels that only the GPU counts
         fast, given = nn.capture(net), x
     else:
         fast, given = nn.capture(net, x), (coords, features)
@@ -83,13 +83,13 @@ def on_card(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path
 
 
 @torch.no_grad()
-def median(call: Callable[[], Any], repeat: int, card: bool) -> tuple[float, list[torch.Tensor]]:
-    """The median time of calls that wait for the card [ms], and the results on the CPU."""
+def median(call: Callable[[], Any], repeat: int, gpu: bool) -> tuple[float, list[torch.Tensor]]:
+    """The median time of calls that wait for the GPU [ms], and the results on the CPU."""
     took = []
     for _ in range(repeat):
         start = time.perf_counter()
         y = call()
-        if card:
+        if gpu:
             torch.cuda.synchronize()
         took.append(1e3 * (time.perf_counter() - start))
     results = [y.features, y.grid.coords] if isinstance(y, sc.SparseTensor) else torch.utils._pytree.tree_leaves(y)
@@ -104,7 +104,7 @@ class Made(NamedTuple):
     call: Callable[[], Any]
 
 
-def write(network: str, folder: Path, beams: int, around: int, seed: int, card: bool) -> Made:
+def write(network: str, folder: Path, beams: int, around: int, seed: int, gpu: bool) -> Made:
     """Write a package of one of the networks and a cloud; the last file, of results, is left to the caller."""
     torch.manual_seed(seed)
     points = torch.from_numpy(scan(np.random.default_rng(seed), beams=beams, around=around)[0])
@@ -112,12 +112,12 @@ def write(network: str, folder: Path, beams: int, around: int, seed: int, card: 
     net, box = make(size)
     scene = voxels(points, size, bool(box))
     folder.mkdir(parents=True, exist_ok=True)
-    package = folder / f"{network}{'.pt' if card else '.pt2'}"
+    package = folder / f"{network}{'.pt' if gpu else '.pt2'}"
     points.numpy().tofile(folder / f"{network}_points.bin")
     with torch.no_grad():
-        call = (on_card if card else on_cpu)(net.eval(), scene, package)
+        call = (on_gpu if gpu else on_cpu)(net.eval(), scene, package)
     files = [package, *(folder / f"{network}{ending}" for ending in ("_points.bin", "_expected.pt"))]
-    return Made(files, ["--size", str(size), *box, *(["--exact"] if card else [])], call)
+    return Made(files, ["--size", str(size), *box, *(["--exact"] if gpu else [])], call)
 
 
 def main(
@@ -126,17 +126,17 @@ def main(
     beams: int = 24,
     around: int = 240,
     seed: int = 0,
-    card: Annotated[bool, typer.Option("--card", help="a package for the card of this machine")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="a package for the GPU of this machine")] = False,
 ) -> None:
     """Write a package of one of the networks, and what to compare."""
     if network not in NETWORKS:
         raise typer.BadParameter(f"the networks are {', '.join(NETWORKS)}; got {network}")
-    made = write(network, folder, beams, around, seed, card)
-    took, results = median(made.call, CALLS if card else 1, card)
+    made = write(network, folder, beams, around, seed, gpu)
+    took, results = median(made.call, CALLS if gpu else 1, gpu)
     torch.save(results, made.files[-1])
-    if card:
+    if gpu:
         print(f"nn.capture: {took:.3f} ms, the median of {CALLS}")
-    print("run_package", *made.files, *made.options, *(["--repeat", CALLS] if card else []))
+    print("run_package", *made.files, *made.options, *(["--repeat", CALLS] if gpu else []))
 
 
 if __name__ == "__main__":

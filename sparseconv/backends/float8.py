@@ -4,7 +4,7 @@
     y = e4m3(min(max(t if t >= 0 else t * slope, -448), 448))
 
 A backend without matrix units for it computes the same on fp32, which holds every e4m3 number: the sums then differ by
-the order of their terms, and by what a card's matrix units leave off.
+the order of their terms, and by what a GPU's matrix units leave off.
 """
 
 from __future__ import annotations

@@ -179,4 +179,4 @@ def check_integers(
         )
     if rescale is not None:
         rescale.check(c_out, device)
-    check_bound(kernel_map.num_taps, weight.shape[1], bias if device.type == "cpu" else None)  # a card is not read
+    check_bound(kernel_map.num_taps, weight.shape[1], bias if device.type == "cpu" else None)  # a GPU is not read

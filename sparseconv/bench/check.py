@@ -128,7 +128,7 @@ def _gather(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _product(x: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """x[inputs][:, channels]^T grad over the rows that have an input, in pieces that fit any card."""
+    """x[inputs][:, channels]^T grad over the rows that have an input, in pieces that fit any GPU."""
     outs = (inputs >= 0).nonzero()[:, 0]
     ins, total = inputs[outs], torch.zeros(len(channels), grad.shape[1], dtype=torch.float64, device=x.device)
     for start in range(0, len(outs), 1 << 20):

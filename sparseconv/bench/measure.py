@@ -200,9 +200,9 @@ def _memory(layer: Layer) -> dict[str, Any]:
 def _map(layer: Layer) -> dict[str, Any]:
     """What `prepare` takes where it makes all of the map; else what a step on new coordinates takes beyond a step.
 
-    That difference stands beside it in any case: it has the host's work of a first launch, too. A map takes no less
+    That difference stands beside it in any case: it has the CPU's work of a first launch, too. A map takes no less
     than its `prepare`; a difference of two noisy times may, down to nothing. `prepare` is repeated in three parts,
-    between the others: a host that has something else to do for a second does not set the median.
+    between the others: a CPU that has something else to do for a second does not set the median.
     """
     clock, convolution, seconds = layer.clock, layer.convolution, layer.job.seconds
     convolution.settle()

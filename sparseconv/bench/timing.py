@@ -1,7 +1,7 @@
-"""Two clocks with one face: CUDA events on a card, the wall clock on a CPU; milliseconds and bytes.
+"""Two clocks with one face: CUDA events on a GPU, the wall clock on a CPU; milliseconds and bytes.
 
 The protocol: two calls that do not count, then repeats for about 0.6 s, one after another without waiting between them;
-the median, and the span of the middle 80 % beside it. What the host had to do meanwhile stands there as its pace.
+the median, and the span of the middle 80 % beside it. What the CPU had to do meanwhile stands there as its pace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparseconv import memory
 WARM_UPS = 2
 #: repeats of one figure: no fewer, no more
 FEWEST, MOST = 5, 2000
-#: milliseconds of repeats between two looks at the host's pace
+#: milliseconds of repeats between two looks at the CPU's pace
 LOOK_MS = 50.0
 
 
@@ -42,7 +42,7 @@ def pace() -> float:
 
 @dataclass
 class Samples:
-    """Milliseconds of each repeat, and the host's `pace` at moments between them."""
+    """Milliseconds of each repeat, and the CPU's `pace` at moments between them."""
 
     times: list[float] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Spread:
-    """Milliseconds of one figure: median, the 10 % and 90 % quantiles, how many repeats; the host's median `pace`."""
+    """Milliseconds of one figure: median, the 10 % and 90 % quantiles, how many repeats; the CPU's median `pace`."""
 
     median: float
     p10: float
@@ -71,7 +71,7 @@ class Spread:
 
 
 class Clock:
-    """The wall clock of a CPU; `CudaClock` is its twin for a card."""
+    """The wall clock of a CPU; `CudaClock` is its twin for a GPU."""
 
     device = "cpu"
     fewest = 3
@@ -88,7 +88,7 @@ class Clock:
         return 1e3 * (time.perf_counter() - begin)
 
     def _repeat(self, call: Callable[[], object], count: int, each: int) -> Samples:
-        """So many samples, and a look at the host's pace before each ``each`` of them."""
+        """So many samples, and a look at the CPU's pace before each ``each`` of them."""
         found = Samples()
         for i in range(count):
             if i % each == 0:
@@ -124,7 +124,7 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """CUDA events around every repeat; nobody waits in between: the queue is empty only where the host is late."""
+    """CUDA events around every repeat; nobody waits in between: the queue is empty only where the CPU is late."""
 
     device = "cuda"
     fewest = FEWEST

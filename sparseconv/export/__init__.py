@@ -7,15 +7,15 @@ from sparseconv.compiler import operators as operators
 from sparseconv.compiler import traced as traced
 
 if TYPE_CHECKING:
-    from sparseconv.export.card_package import package_for_card as package_for_card
+    from sparseconv.export.gpu_package import package_for_gpu as package_for_gpu
     from sparseconv.export.packaging import CPP as CPP
     from sparseconv.export.packaging import package as package
     from sparseconv.export.program import export as export
 
 #: public names and their modules, loaded when they are first used: every process needs the operators alone
-HOMES = {"CPP": "packaging", "export": "program", "package": "packaging", "package_for_card": "card_package"}
+HOMES = {"CPP": "packaging", "export": "program", "package": "packaging", "package_for_gpu": "gpu_package"}
 
-__all__ = ["CPP", "export", "package", "package_for_card"]
+__all__ = ["CPP", "export", "package", "package_for_gpu"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a run does on a card, written down while it is captured: launches, operations of torch, and who waits for whom.
+"""What a run does on a GPU, written down while it is captured: launches, operations of torch, and who waits for whom.
 
 A run over grids of fixed size does the same for every scene. So its steps can be replayed by whoever has the kernels
 and the memory. Addresses are those of the capture; `sequence` finds the arrays that they lie in.
@@ -68,7 +68,7 @@ Step = LaunchStep | CallStep | EventStep
 
 
 class Recorder:
-    """A context: what this thread does on a card within it, in order. Entered again, it begins anew.
+    """A context: what this thread does on a GPU within it, in order. Entered again, it begins anew.
 
     Raises:
         ValueError: at the end of the context, for what no sequence can hold.
@@ -90,7 +90,7 @@ class Recorder:
         self.refused: list[str] = []
         self._streams: dict[int, int] = {}
         self._numbers: dict[int, tuple[torch.cuda.Event, int]] = {}
-        #: what operations were given, so that no memory of the host is another's later
+        #: what operations were given, so that its memory on the CPU is not reused later
         self._kept: list[Any] = []
         self._within = ExitStack()
         self._thread = threading.get_ident()

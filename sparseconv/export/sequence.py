@@ -60,7 +60,7 @@ class Memory:
         block = self._blocks[at] if at >= 0 else None
         if block is None or address >= block.start + block.size:
             raise ValueError(
-                f"no package can be made of this network: {what} reads memory that torch did not allocate on the card"
+                f"no package can be made of this network: {what} reads memory that torch did not allocate on the GPU"
             )
         if block.workspace >= 0:
             return block.workspace, address - block.start
@@ -68,12 +68,12 @@ class Memory:
         return len(self.workspaces) + number, address - block.start
 
     def constants(self, device: torch.device) -> list[torch.Tensor]:
-        """What the arrays that are no workspaces hold now, (bytes,) uint8 each, on the host."""
+        """What the arrays that are no workspaces hold now, (bytes,) uint8 each, on the CPU."""
         return [torch.as_tensor(_Raw(start, size), device=device).cpu() for start, (_, size) in self._constants.items()]
 
 
 class _Raw:
-    """Bytes of a card at an address, for torch.as_tensor."""
+    """Bytes of a GPU at an address, for torch.as_tensor."""
 
     def __init__(self, start: int, size: int) -> None:
         told = {"shape": (size,), "typestr": "|u1", "data": (start, False), "version": 3}
@@ -100,7 +100,7 @@ class Writer:
         return number
 
     def tensor(self, tensor: torch.Tensor, what: str) -> tuple[Any, ...]:
-        """(array, bytes before it, shape, strides, dtype) of a tensor on the card."""
+        """(array, bytes before it, shape, strides, dtype) of a tensor on the GPU."""
         address = tensor.data_ptr() if tensor.numel() else 0
         shape, strides = list(tensor.shape), list(tensor.stride())
         return (*self._memory.place(address, what), shape, strides, self.dtype(tensor.dtype))

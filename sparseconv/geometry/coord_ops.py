@@ -165,7 +165,7 @@ def morton_rows(coords: torch.Tensor, extent: IndexRange) -> torch.Tensor:
 def places_of(mask: torch.Tensor, places: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where mask (N,) bool is true, (places,) int64 with places >= N, and which of these count, (places,) bool.
 
-    Nothing is read by the host. What does not count is some row.
+    Nothing is read by the CPU. What does not count is some row.
 
     >>> [found.tolist() for found in places_of(torch.tensor([True, False, True]), 4)]
     [[0, 2, 2, 0], [True, True, False, False]]

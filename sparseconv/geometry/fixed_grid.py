@@ -43,7 +43,7 @@ class FixedGrid(VoxelGrid):
     neighbours. A convolution gives them epilogue(bias), and no weight gradient sees them. ``len(grid)`` and
     ``num_voxels`` are C. On a CPU it works eagerly, with the same results.
 
-    ``like``, an ordinary grid, gives what the host must decide: rows of coarser grids, and numbers of pairs. Its maps
+    ``like``, an ordinary grid, gives what the CPU must decide: rows of coarser grids, and numbers of pairs. Its maps
     are built when a fixed grid first needs them, which waits for the device. So run a step once before its capture, on
     the capture's stream. What a graph reads lives as long as the grids and plans that were made during its capture.
 
@@ -161,7 +161,7 @@ class FixedGrid(VoxelGrid):
 
     @property
     def device_count(self) -> DeviceCount:
-        """What kernels take for rows whose number the host does not know."""
+        """What kernels take for rows whose number the CPU does not know."""
         from sparseconv.gpu.cooperative import DeviceCount
 
         return DeviceCount(self.count, self.fault, self._barriers)
@@ -383,5 +383,5 @@ def _grown(extent: IndexRange) -> IndexRange:
 
 def _unknown(what: str) -> ValueError:
     return ValueError(
-        f"a grid of fixed size has no {what}, whose number the host would have to know: make it from an ordinary grid"
+        f"a grid of fixed size has no {what}, whose number the CPU would have to know: make it from an ordinary grid"
     )

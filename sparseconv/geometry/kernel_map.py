@@ -58,7 +58,7 @@ class KernelMap(Movable):
 
     - ``neighbors`` (K, N_out) int32: the input row that an output row meets through tap k, -1 where there is none;
     - ``in_rows``, ``out_rows`` (P,) int32 ordered by tap, with ``tap_offsets`` (K+1,) int64 on the map's device and
-      ``tap_counts``, edges a tap, on the host.
+      ``tap_counts``, edges a tap, on the CPU.
 
     Two voxels side by side on a line, and three taps:
 
@@ -271,7 +271,7 @@ class KernelMap(Movable):
     @cached_property
     @transforms.constant
     def tap_counts(self) -> tuple[int, ...]:
-        """Edges of each tap, on the host (the first reading waits for the device)."""
+        """Edges of each tap, on the CPU (the first reading waits for the device)."""
         return tuple(self.pairs[2].diff().tolist()) if self.source is None else self.source.counts()
 
     @cached_property
@@ -287,7 +287,7 @@ class KernelMap(Movable):
     @cached_property
     @transforms.constant
     def coverage(self) -> Int64[torch.Tensor, " K+1"]:
-        """(K+1,) int64 on the host: how many output rows have 0, 1, ..., K edges."""
+        """(K+1,) int64 on the CPU: how many output rows have 0, 1, ..., K edges."""
         self._counted()
         degree = torch.bincount(self.out_rows.long(), minlength=self.num_out)
         return torch.bincount(degree, minlength=self.num_taps + 1).cpu()

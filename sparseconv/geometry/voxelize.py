@@ -145,7 +145,7 @@ def _merged(cells: torch.Tensor, batch: torch.Tensor | None, space: KeySpace) ->
 def _cells(points: torch.Tensor, size: Floats, corner: Floats) -> torch.Tensor:
     """floor((p - corner) / size), (M, D) float64. Reads nothing back, where all axes have one size and one corner."""
 
-    def spread(values: Floats) -> torch.Tensor:  # a card multiplies by the inverse of a number that the host has
+    def spread(values: Floats) -> torch.Tensor:  # a GPU multiplies by the inverse of a number that the CPU has
         return wide.new_full((), values[0]) if len({*values}) == 1 else wide.new_tensor(values)
 
     wide = points.double()

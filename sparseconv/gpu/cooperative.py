@@ -18,7 +18,7 @@ NUM_BARRIERS = 10
 
 @dataclass(frozen=True, eq=False)
 class DeviceCount:
-    """What belongs to rows whose number the host does not know: those past ``count`` have a negative batch item."""
+    """What belongs to rows whose number the CPU does not know: those past ``count`` have a negative batch item."""
 
     count: torch.Tensor  # (1,) int32
     fault: torch.Tensor  # (1,) int32: the bits of what did not fit since the grid's first table

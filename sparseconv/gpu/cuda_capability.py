@@ -23,7 +23,7 @@ def refusal(device: torch.device) -> str | None:
         return without
     if torch.version.hip is not None:
         return (
-            f"this torch is built for AMD cards (HIP {torch.version.hip}), and the kernels hold NVIDIA's instructions "
+            f"this torch is built for AMD GPUs (HIP {torch.version.hip}), and the kernels hold NVIDIA's instructions "
             "(PTX), which AMD's compiler drops without an error"
         )
     capability = torch.cuda.get_device_capability(device)

@@ -43,7 +43,7 @@ def sums(values: torch.Tensor) -> torch.Tensor:
     """(2,) int64: a tensor's words of 32 bits, added up with two odd weights for each place, modulo 2^64.
 
     Weights are scattered numbers (the finalizer of MurmurHash3), so tensors that differ have other sums, but for a
-    chance of some 2^-120. A GPU reads its memory in a hundredth of the time that SHA-256 takes on the host.
+    chance of some 2^-120. A GPU reads its memory in a hundredth of the time that SHA-256 takes on the CPU.
     """
     data = bytes_of(values)
     words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)

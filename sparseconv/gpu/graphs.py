@@ -152,7 +152,7 @@ def least_memory(
 
 
 def held_bytes(graph: torch.cuda.CUDAGraph) -> int:
-    """Bytes of the card that a graph holds as long as it lives, with others of its pool."""
+    """Bytes of the GPU that a graph holds as long as it lives, with others of its pool."""
     return sum(segment["total_size"] for segment in _segments(graph))
 
 
@@ -166,7 +166,7 @@ def _held(graph: torch.cuda.CUDAGraph) -> dict[int, int]:
 
 
 def _segments(graph: torch.cuda.CUDAGraph) -> list[dict[str, Any]]:
-    """What torch's allocator has taken from the card for a graph's pool."""
+    """What torch's allocator has taken from the GPU for a graph's pool."""
     pool = tuple(graph.pool())
     return [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == pool]
 

@@ -25,7 +25,7 @@ from sparseconv.torch_private import current_device
 #: programs of a cooperative launch on each multiprocessor, of 128 threads, where they need many of the registers that
 #: these share
 RESIDENT, REGISTERS = 4, 65_536
-Pointer = Any  # an address on a card; a tensor where kernels are interpreted
+Pointer = Any  # an address on a GPU; a tensor where kernels are interpreted
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Numbers on their way from a kernel to the host."""
+"""Numbers on their way from a kernel to the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Report:
         self._event: torch.cuda.Event | None = None
 
     def send(self) -> None:
-        """Copy the integers to the host, behind the kernel in the current stream of its device."""
+        """Copy the integers to the CPU, behind the kernel in the current stream of its device."""
         device = self.values.device
         self.values = self.values.to("cpu", non_blocking=True)  # into pinned memory, which PyTorch keeps until then
         if device.type == "cuda":

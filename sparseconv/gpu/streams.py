@@ -30,7 +30,7 @@ class SideStreams:
 
     Tables and searches, whose launches are cooperative and must not meet, are one queue, with the sorts between them;
     the lists made of them (tiles, jobs) are another, for which the next map's table does not wait. Edges by tap are a
-    third, which waits for their search alone: they fill what sorts and tiles leave of the card.
+    third, which waits for their search alone: they fill what sorts and tiles leave of the GPU.
 
     Nobody but the caller waits for the sums of gradients, and what they read is kept until the next one's turn. They
     begin after the features so far, so their memory is that of the features (`scratch`).
@@ -207,7 +207,7 @@ def following() -> AbstractContextManager[SideStreams | None]:
 
 
 def reporting() -> AbstractContextManager[SideStreams | None]:
-    """`map_stream` of what tells the host of all that was built."""
+    """`map_stream` of what tells the CPU of all that was built."""
     side = current()
     return _NOTHING if side is None else side.reporting()
 

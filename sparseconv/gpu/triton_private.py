@@ -40,7 +40,7 @@ def fix_cache_key(function: Any) -> None:
 
 
 def with_shared_launcher(kernel: Any) -> Any:
-    """The kernel, to be launched with SHARED_ARGUMENTS 64-bit numbers, of which the card reads those that it declares.
+    """The kernel, to be launched with SHARED_ARGUMENTS 64-bit numbers, of which the GPU reads those that it declares.
 
     Addresses and integers come first, then Triton's two addresses of scratch memory, then what is left over.
     """

@@ -94,7 +94,7 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
         return y
 
     def _by_sums(self, features: torch.Tensor, count: torch.Tensor | None, *total: Any) -> torch.Tensor:
-        """Over the live rows, of all processes where ``total`` adds up over them; nothing is read by the host."""
+        """Over the live rows, of all processes where ``total`` adds up over them; nothing is read by the CPU."""
         y, mean, var, rows = over_live_rows(features, count, self.weight, self.bias, self.eps, *total)
         if self.training and self.running_mean is not None and self.running_var is not None:
             self._follow(mean, var * rows / (rows - 1).clamp_min(1), (rows > 1).to(rows.dtype))

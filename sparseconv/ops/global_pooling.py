@@ -79,7 +79,7 @@ def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], 
 def _by_mask(
     x: torch.Tensor, grid: VoxelGrid, fill: float, reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """`_by_item` without the host, which may not know whose a row is: ``reduce`` takes all rows, those of others
+    """`_by_item` without the CPU, which may not know whose a row is: ``reduce`` takes all rows, those of others
     filled, and the number of the item's own, ()."""
     _check(x, grid)
     masks = item_masks(grid)

@@ -83,7 +83,7 @@ class Interpolation:
             keep(self)
 
     def _find(self, grid: VoxelGrid, points: torch.Tensor, items: torch.Tensor) -> None:
-        """Corners that are voxels, by point and by voxel, and their weights; no value waits for the host but the
+        """Corners that are voxels, by point and by voxel, and their weights; no value waits for the CPU but the
         number of such corners on an ordinary grid."""
         # where all corners lie outside of the extent one cell is like another: none leaves 32 bits, none is infinite
         cells = torch.floor(self._in_voxels(points))

@@ -25,7 +25,7 @@ def split_items(features: torch.Tensor, grid: VoxelGrid) -> tuple[torch.Tensor, 
 
 
 def split_sizes(grid: VoxelGrid) -> list[int]:
-    """Voxels of each batch item, on the host; kept with the grid.
+    """Voxels of each batch item, on the CPU; kept with the grid.
 
     >>> split_sizes(VoxelGrid(torch.tensor([[2, 0], [0, 0], [2, 1]])))
     [1, 0, 2]
@@ -64,7 +64,7 @@ def _standardised_item(item: torch.Tensor, groups: int, eps: float) -> torch.Ten
 
 
 def item_masks(grid: VoxelGrid) -> list[torch.Tensor]:
-    """(N, 1) bool for each batch item: the rows that are its voxels, of a grid whose numbers of rows the host may not
+    """(N, 1) bool for each batch item: the rows that are its voxels, of a grid whose numbers of rows the CPU may not
     know."""
     items = grid.coords[:, :1]
     return [items == item for item in range(grid.batch_size)]
@@ -86,7 +86,7 @@ def _standardised_by_masks(x: torch.Tensor, grid: VoxelGrid, groups: int, eps: f
 
 @transforms.constant
 def _layout(grid: VoxelGrid) -> tuple[list[int], torch.Tensor | None, torch.Tensor | None]:
-    """Voxels of each item on the host, the rows that group them, and where each row went; None for no change."""
+    """Voxels of each item on the CPU, the rows that group them, and where each row went; None for no change."""
     kept = grid.derived.get("items")
     if kept is None:
         rows = grid.batch_rows

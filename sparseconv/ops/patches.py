@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PATCHES_A_CALL = 1 << 15
 #: numbers that rows of a mask begin at multiples of, for torch not to copy it
 ALIGNED = 8
-#: items that are laid out one by one, where the host knows their rows
+#: items that are laid out one by one, where the CPU knows their rows
 MOST_ITEMS = 8
 
 
@@ -106,7 +106,7 @@ class Patches:
         if kept is None:
             if grid.count is not None:
                 if shrink:
-                    raise ValueError("a grid of fixed size cannot shrink patches: the host knows no item's rows")
+                    raise ValueError("a grid of fixed size cannot shrink patches: the CPU knows no item's rows")
                 size = min(size, len(grid))
                 kept = Patches(grid.batch_counts, size, len(grid) // size + grid.batch_size, len(grid))
             else:
@@ -145,7 +145,7 @@ class Patches:
         """
         check_grid(grid)
         if grid.count is not None or grid.is_shared:
-            raise ValueError("windows are grouped on ordinary grids alone: the host must know how many there are")
+            raise ValueError("windows are grouped on ordinary grids alone: the CPU must know how many there are")
         sizes, shifts = per_axis(size, grid.rank, "size", 1), per_axis(shift, grid.rank, "shift")
         key = ("windows", sizes, shifts)
         kept: tuple[Patches, torch.Tensor, torch.Tensor] | None = grid.derived.get(key)
@@ -235,7 +235,7 @@ class Patches:
 
 @transforms.constant
 def _of_known(counts: Sequence[int], size: int, num_patches: int, device: torch.device) -> Patches:
-    """`Patches` of items of ``size`` rows or more, which the host knows: three launches an item, not thirty in all."""
+    """`Patches` of items of ``size`` rows or more, which the CPU knows: three launches an item, not thirty in all."""
     made, rows, slot = object.__new__(Patches), 0, 0
     places, slots = [], []
     for n in counts:

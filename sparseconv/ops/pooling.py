@@ -6,7 +6,7 @@
 
 An output without edges is 0, the value that an absent voxel has in a dense array, and takes no gradient. Sums are a
 `sparse_scale` over the edges by output row, and a mean is a sum divided once. Maxima and what goes back through them go
-by taps, each a partial injection; on a card one launch does all taps. No atomics anywhere: the same bits in every run.
+by taps, each a partial injection; on a GPU one launch does all taps. No atomics anywhere: the same bits in every run.
 Halves are accumulated in fp32.
 """
 
@@ -290,14 +290,14 @@ def _by_kernel(x: torch.Tensor) -> bool:
 def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Each tap with the input row of every output row, any where there is none, and which of them are real (N_out, 1).
 
-    For edges that the host cannot count; nothing is scattered.
+    For edges that the CPU cannot count; nothing is scattered.
     """
     for tap, rows in enumerate(edges.neighbors):
         yield tap, rows.clamp_min(0), (rows >= 0)[:, None]
 
 
 def _chosen_sum(x: torch.Tensor, winners: torch.Tensor | None, edges: KernelMap, at_target: bool) -> torch.Tensor:
-    """`_WinnerSum` onto the output rows of edges, which the host need not count."""
+    """`_WinnerSum` onto the output rows of edges, which the CPU need not count."""
     if _by_kernel(x):
         from sparseconv.ops.gpu.pooling import chosen_sum  # Triton is loaded where it is used
 
@@ -312,7 +312,7 @@ def _chosen_sum(x: torch.Tensor, winners: torch.Tensor | None, edges: KernelMap,
 
 
 def _largest(x: torch.Tensor, edges: KernelMap, index: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_Max` over edges, which the host need not count."""
+    """`_Max` over edges, which the CPU need not count."""
     if _by_kernel(x):
         from sparseconv.ops.gpu.pooling import largest  # Triton is loaded where it is used
 
@@ -362,7 +362,7 @@ def _sum_info(edges: KernelMap) -> SparseScaleInfo:
 
 
 def _bounds(edges: KernelMap) -> torch.Tensor:
-    """(N_out+1,) int64: where the edges of each output row begin, which the host cannot count."""
+    """(N_out+1,) int64: where the edges of each output row begin, which the CPU cannot count."""
     bounds = torch.zeros(edges.num_out + 1, dtype=torch.int64, device=edges.device)
     torch.cumsum((edges.neighbors >= 0).sum(0), 0, out=bounds[1:])
     return bounds

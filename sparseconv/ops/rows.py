@@ -63,7 +63,7 @@ def recorder(place: Any) -> Any:
 
 
 def on_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels can read a tensor: it is on a card that they serve, and nobody looks between operations."""
+    """Whether kernels can read a tensor: it is on a GPU that they serve, and nobody looks between operations."""
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.is_cuda

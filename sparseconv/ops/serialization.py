@@ -34,7 +34,7 @@ ORDERS = ("z", "z-trans", "hilbert", "hilbert-trans")
 BITS = 63
 #: the largest code, of rows that no scene has
 LAST = (1 << BITS) - 1
-#: bits on each axis: a number that the host knows, or one on the device, () int64
+#: bits on each axis: a number that the CPU knows, or one on the device, () int64
 Depth = int | torch.Tensor
 
 
@@ -113,7 +113,7 @@ class Serialization:
         return _of(self.orders, _sorted(codes), depth, self.signed)
 
     def shuffled(self) -> Serialization:
-        """The curves in random order, drawn by torch's generator of the CPU, or of the card in a captured step."""
+        """The curves in random order, drawn by torch's generator of the CPU, or of the GPU in a captured step."""
         curves = list(zip(self.codes, self.order, self.inverse))
         if isinstance(self.depth, torch.Tensor):
             turn = torch.rand(len(curves), device=self.depth.device).argsort()
@@ -187,7 +187,7 @@ def _check_depth(depth: int, low: int, high: int, rank: int, last_item: int, sig
 
 
 def _measured(grid: VoxelGrid, depth: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depth and sign, () on the device, of a grid whose number of rows the host does not know."""
+    """Depth and sign, () on the device, of a grid whose number of rows the CPU does not know."""
     voxels = grid.coords[:, 1:].masked_fill(grid.coords[:, :1] < 0, 0).long()
     low, high = voxels.amin().clamp_max(0), voxels.amax() + 1
     signed = low < 0
@@ -228,7 +228,7 @@ def _of(
 
 def _sorted(codes: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Codes (M, N) -> for each curve its codes, the rows in their order, and the place of each row."""
-    # a card sorts all curves by one call; a CPU sorts a single row faster, digit by digit
+    # a GPU sorts all curves by one call; a CPU sorts a single row faster, digit by digit
     rows = torch.argsort(codes) if codes.is_cuda else torch.stack([torch.argsort(row) for row in codes])
     places = torch.arange(codes.shape[1], device=codes.device).expand_as(rows)
     places = torch.empty_like(rows).scatter_(1, rows, places)
@@ -238,7 +238,7 @@ def _sorted(codes: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch
 def _codes_of(
     coords: torch.Tensor, orders: Sequence[str], depth: Depth, most: int, signed: bool | torch.Tensor
 ) -> torch.Tensor:
-    """`_codes` (M, N) of several curves; by one launch on a card."""
+    """`_codes` (M, N) of several curves; by one launch on a GPU."""
     if coords.dtype == torch.int32 and on_kernels(coords):
         from sparseconv.ops.gpu.curves import codes  # Triton is loaded where it is used
 

@@ -237,7 +237,7 @@ class ConvolutionPlan(Movable):
 
     @property
     def coverage(self) -> Int64[torch.Tensor, " K+1"]:
-        """(K+1,) int64 on the host: how many outputs have 0, 1, ..., K inputs."""
+        """(K+1,) int64 on the CPU: how many outputs have 0, 1, ..., K inputs."""
         return self.kernel_map.coverage
 
     @property

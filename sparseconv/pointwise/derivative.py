@@ -194,7 +194,7 @@ class Differentiable(Function):
 
 
 class Transformed(Function):
-    """The same node in the form that torch.func's transforms ask for, which costs the host several times more."""
+    """The same node in the form that torch.func's transforms ask for, which costs the CPU several times more."""
 
     @staticmethod
     def forward(function: Evaluation, *args: Any) -> Any:

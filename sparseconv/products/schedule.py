@@ -18,7 +18,7 @@ class WorkItems(NamedTuple):
     ``items`` (W, 3): begin, end and destination of each piece of a segment. The destination is an output row where the
     piece is a whole segment. It is ``-2 - slot`` where several pieces make the segment, and -1 where there is nothing.
     ``joins`` (V, 3) says the same of the second pass, which adds a segment's slots; None if no segment can be long.
-    ``slots`` is their number. W and V are bounds that the host knows, so nothing waits for the device.
+    ``slots`` is their number. W and V are bounds that the CPU knows, so nothing waits for the device.
 
     Example: segments of 3 and 600 terms, pieces of 512::
 

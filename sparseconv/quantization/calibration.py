@@ -36,7 +36,7 @@ def quantize(
     Args:
         net: takes a `SparseTensor`; in evaluation mode. It stays as it is.
         scenes: `SparseTensor`s, or (coords, features), such as the network will see; some dozens do.
-        dtype: ``torch.int8``, or ``torch.float8_e4m3fn`` (``"fp8"``) with sums in fp32: on cards of compute capability
+        dtype: ``torch.int8``, or ``torch.float8_e4m3fn`` (``"fp8"``) with sums in fp32: on GPUs of compute capability
             8.9 and later by their matrix units, elsewhere simulated on fp32.
         keep: names of layers or blocks to leave in floating point, as ``net.named_modules()`` has them. ``"first"`` and
             ``"last"`` are the first and the last convolution or linear layer.

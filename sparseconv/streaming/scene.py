@@ -93,7 +93,7 @@ class Scene:
 
 
 class Held(NamedTuple):
-    """A scene with what of it lies on a GPU, where the order of its rows is kept (None: on the host), and the bytes
+    """A scene with what of it lies on a GPU, where the order of its rows is kept (None: on the CPU), and the bytes
     that both take."""
 
     scene: Scene

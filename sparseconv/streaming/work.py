@@ -40,7 +40,7 @@ class Own(NamedTuple):
 
 @dataclass
 class Inputs:
-    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, which of
+    """What a block needs from the CPU: the boxes of all values, its rows of the scene and where they lie, which of
     them are its own where these lie one after another, and tensors that are on their way to the device."""
 
     boxes: dict[int, IndexRange]

@@ -24,7 +24,7 @@ ASKING = """shape dtype device ndim layout is_nested requires_grad is_cuda is_qu
 itemsize nbytes grad_fn is_cpu size dim is_floating_point is_complex is_contiguous stride element_size numel get_device
 len ndimension nelement storage_offset is_signed is_inference _version names is_same_size is_mkldnn is_mps is_xpu
 is_vulkan is_sparse_csr is_conj is_neg"""
-#: functions that hand a tensor's values to the host
+#: functions that hand a tensor's values to the CPU
 TELLING = """item tolist numpy bool float int index array equal allclose data_ptr contains nonzero unique cpu cuda iter
 untyped_storage"""
 
@@ -43,7 +43,7 @@ def asks(name: str) -> bool:
 
 
 def tells(function: Callable[..., Any], name: str) -> bool:
-    """Whether a call hands values to the host: ``__bool__`` does, and ``Tensor.bool`` does not."""
+    """Whether a call hands values to the CPU: ``__bool__`` does, and ``Tensor.bool`` does not."""
     dunder = name_of(function).startswith("__")
     return name in READING and (dunder or name not in ("bool", "float", "int"))
 

@@ -171,7 +171,7 @@ def standardised_rows(
 
 @dataclass(kw_only=True)
 class Dense(Total):
-    """Rows in a dense array (B, C, *shape), on the host."""
+    """Rows in a dense array (B, C, *shape), on the CPU."""
 
     extent: Any
 

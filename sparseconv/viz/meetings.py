@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def edges_into(plan: ConvolutionPlan, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The taps and the input rows (int64, on the host) that an output row meets, in the order of taps."""
+    """The taps and the input rows (int64, on the CPU) that an output row meets, in the order of taps."""
     edges = plan.kernel_map
     if not 0 <= row < edges.num_out:
         raise ValueError(f"row must be an output of the plan, 0 to {edges.num_out - 1}; got {row}")

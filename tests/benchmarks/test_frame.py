@@ -357,7 +357,7 @@ def test_a_small_network_is_measured():
     row = network.measure("sparseconv", "shell_16", "cpu", 0.01, (4, 8))
     assert row["status"] == "measured", row.get("reason")
     assert min(row[q]["median"] for q in ("step", "inference", "fixed")) > 0
-    assert all("card" in row[q]["reason"] for q in ("replay", "captured_step", "captured_inference"))
+    assert all("GPU" in row[q]["reason"] for q in ("replay", "captured_step", "captured_inference"))
 
 
 def a_network(case: str, device: str = "cpu") -> dict:

@@ -206,12 +206,12 @@ VERBS = ["forward", "input_grad", "input_grad_onto", "weight_grad"]
 VERBS += ["gradients", "integers", "float8"]
 #: public functions with shapes that are called neither by an example nor by `more_calls`
 UNCALLED = {
-    "sparseconv.export.card_package.package_for_card",  # on a card
+    "sparseconv.export.gpu_package.package_for_gpu",  # on a GPU
     # their examples trace a network, or capture a step, which takes minutes while each call is watched
     "sparseconv.export.program.export",
     "sparseconv.nn.captured_step.capture_step",
     "sparseconv.geometry.fixed_grid.FixedGrid.batch_rows",  # raises
-    "sparseconv.geometry.kernel_map.KernelMap.half_pairs",  # of maps on a card
+    "sparseconv.geometry.kernel_map.KernelMap.half_pairs",  # of maps on a GPU
     *(f"sparseconv.backends.base.Backend.{verb}" for verb in VERBS),  # what backends have for themselves
 }
 

@@ -1,4 +1,4 @@
-"""A run on a card as a sequence of plain steps; on a CPU, with stand-ins for what a card has."""
+"""A run on a GPU as a sequence of plain steps; on a CPU, with stand-ins for what a GPU has."""
 
 from types import SimpleNamespace
 

@@ -54,7 +54,7 @@ def test_older_cards_have_no_kernels_and_the_reason_is_in_words(card, capability
 
 def test_amd_cards_have_no_kernels_and_the_reason_is_in_words(card):
     card((9, 4), hip="6.3.1")
-    with pytest.raises(ValueError, match=r"AMD cards \(HIP 6\.3\.1\).*drops without an error"):
+    with pytest.raises(ValueError, match=r"AMD GPUs \(HIP 6\.3\.1\).*drops without an error"):
         cards.check_kernels(DEVICE, "this")
 
 

@@ -72,7 +72,7 @@ class TritonImplicitGemm(Backend):
             no = f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
             return None if interpreted() and request.device.type == "cpu" else no
         if request.dtype == FLOAT8 and card_of(request.device)[1] < (8, 9):
-            return "multiplies float8 on cards of compute capability 8.9 and later"
+            return "multiplies float8 on GPUs of compute capability 8.9 and later"
         return refusal(request.device)
 
     def forward(
@@ -116,7 +116,7 @@ class TritonImplicitGemm(Backend):
         rescale: Float8Rescale | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """fp32 sums, or e4m3 of them in the one store; on fp32 where a card has no matrix units for e4m3."""
+        """fp32 sums, or e4m3 of them in the one store; on fp32 where a GPU has no matrix units for e4m3."""
         if x.is_cuda and card_of(x.device)[1] < (8, 9):
             return super().float8(x, weight, kernel_map, groups, bias, rescale, residual)
         numbers = bias if rescale is None else rescale.packed(bias)
@@ -219,7 +219,7 @@ class TritonImplicitGemm(Backend):
         return lines
 
     def steady_rows(self, request: Request) -> float:
-        """Rows from which on each is summed in one order: as many as keep the card busy, so that no tap is split."""
+        """Rows from which on each is summed in one order: as many as keep the GPU busy, so that no tap is split."""
         works = (replace(problem_size(request, aligned), num_rows=0) for aligned in (True, False))
         return max(map(steady_rows, works))
 

@@ -21,7 +21,7 @@ SIZES_AN_OCTAVE = 4
 MOST_OCTAVES = 28
 #: rows from which features no longer fit in the second-level cache together
 FAR_ROWS = 500_000
-#: programs on each multiprocessor from which a launch may take the host longer
+#: programs on each multiprocessor from which a launch may take the CPU longer
 MANY_PROGRAMS = 10
 #: bytes of shared memory that the blocks on one multiprocessor share
 SHARED_BYTES = 227 << 10
@@ -74,7 +74,7 @@ class WeightGradConfig:
 
 @dataclass(frozen=True)
 class ProblemSize:
-    """What the estimate knows of one verb: sizes, and the card it runs on."""
+    """What the estimate knows of one verb: sizes, and the GPU it runs on."""
 
     dtype: torch.dtype
     num_rows: int  # output rows
@@ -192,7 +192,7 @@ def _conv_candidates(problem: ProblemSize) -> list[ConvConfig]:
     if block_n == 128 and problem.dtype not in HALF:
         return [tile, shallow]  # its registers leave two blocks on a multiprocessor, whatever the stages
     long = load > MANY_PROGRAMS if block_n == 128 else block_n == 64 and problem.far and problem.dtype in HALF
-    if whole and long:  # a descriptor takes the host 4 us
+    if whole and long:  # a descriptor takes the CPU 4 us
         shallow = replace(shallow, tma_weights=True)
     return [shallow, tile, replace(narrow, stages=2)]
 
@@ -236,7 +236,7 @@ def programs(problem: ProblemSize, config: ConvConfig) -> int:
 def weight_grad_candidates(problem: ProblemSize) -> list[WeightGradConfig]:
     """At most four configurations for the weight-gradient kernel, the expected best first.
 
-    Jobs are of one length, so the programs are counted to fill the card a whole number of times.
+    Jobs are of one length, so the programs are counted to fill the GPU a whole number of times.
     """
     return list(dict.fromkeys(_weight_grad_candidates(problem)))
 

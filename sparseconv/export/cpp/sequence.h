@@ -1,4 +1,4 @@
-// The steps of a package for a card: launches, operations of torch, and events between streams.
+// The steps of a package for a GPU: launches, operations of torch, and events between streams.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "card_driver.h"
+#include "gpu_driver.h"
 
 namespace sparseconv {
 
 using Told = c10::impl::GenericDict;
 
-// What `export/sequence.py` wrote, with its memory on the current card.
+// What `export/sequence.py` wrote, with its memory on the current GPU.
 class Sequence {
  public:
   explicit Sequence(const Told& told);

@@ -39,7 +39,7 @@ REVERSED = 1024
 def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, alone.
 
-    Of rows that the host does not know nothing is waited for: P is then ``most``, no less than target rows (default: a
+    Of rows that the CPU does not know nothing is waited for: P is then ``most``, no less than target rows (default: a
     bound), and what lies behind the edges there is undefined. Where there are more, every tap's list is empty and bit 2
     of the fault flag is set.
 
@@ -47,7 +47,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
     second half of the taps are then ordered by source row.
 
     Returns:
-        in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host, empty where it does not
+        in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the CPU, empty where it does not
         know them; on the device they are ``search.pending.offsets``.
     """
     _, scratch, pending = search.found
@@ -99,7 +99,7 @@ def _half_room(search: WindowSearch, most: int) -> int:
 
 
 def clear_on_overflow(search: WindowSearch, most: int) -> None:
-    """Leave no tap an edge, and set the fault flag, where rows that the host does not know have more than ``most``.
+    """Leave no tap an edge, and set the fault flag, where rows that the CPU does not know have more than ``most``.
 
     So too where half of them have more than fit: of rows that occur twice, mirrored taps are not alike.
     """
@@ -264,7 +264,7 @@ class FoundEdges:
 
     search: WindowSearch
     num_in: int
-    most: int | None = None  # places for pairs, where their number is not known to the host
+    most: int | None = None  # places for pairs, where their number is not known to the CPU
     written: set[str] = field(default_factory=set)  # the forms that were made
 
     @property
@@ -273,7 +273,7 @@ class FoundEdges:
 
     @property
     def padded(self) -> bool:
-        """Whether more pairs are written than there are edges, whose number the host does not know."""
+        """Whether more pairs are written than there are edges, whose number the CPU does not know."""
         return self.search.device_count is not None
 
     @property
@@ -301,7 +301,7 @@ class FoundEdges:
 
     @property
     def counted(self) -> PendingCounts:
-        """The counts of the edges, on their way to the host."""
+        """The counts of the edges, on their way to the CPU."""
         if self.search.pending is None:
             raise ValueError("edges that were given as a table are not counted")
         return self.search.pending
@@ -329,7 +329,7 @@ class FoundEdges:
         return self.counted.offsets
 
     def counts(self) -> tuple[int, ...]:
-        """The edges of each tap, on the host; waits for them."""
+        """The edges of each tap, on the CPU; waits for them."""
         return tuple(b - a for a, b in itertools.pairwise(self.counted.read()))
 
     def total(self) -> int:

@@ -17,7 +17,7 @@ from sparseconv.gpu.streams import current
 HALF = tl.constexpr(14)
 #: programs on each multiprocessor where edges are listed during a sort, of 22 that fit: nothing of it waits for room
 PROGRAMS_DURING_SORT = 16
-# The card reads a sector of 32 bytes from memory first where its first write is a part of it, and takes as long to
+# The GPU reads a sector of 32 bytes from memory first where its first write is a part of it, and takes as long to
 # write a part as to write all. So edges wait in shared memory, which Triton knows nothing of, until a line of 128 bytes
 # is whole: fewer than 32 for either side of a list, and 32 that are new; twice that many places, so that a slow lane
 # still reads what it should while others append.

@@ -1,7 +1,7 @@
 """The voxels that a window reaches from the rows of a grid, on the GPU: each once, in lexicographic order.
 
     in:  rows (N, 1+D) int32, a window, a box around the rows
-    out: coordinates (M, 1+D) int32; the host waits once, for M
+    out: coordinates (M, 1+D) int32; the CPU waits once, for M
 
 A window of two cells at stride 2 sees x = 0, 1 and 5 from the coarse voxels 0, 0 and 2. Their bits in the box from 0 to
 2 are 0b101, whose ranks are the rows of the result, ((0, 0), (0, 2)).
@@ -336,7 +336,7 @@ def reach_fixed(
     device_count: DeviceCount,
     ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """`reach` for rows whose number the host does not know: it waits for nothing, and nothing is written out of bounds.
+    """`reach` for rows whose number the CPU does not know: it waits for nothing, and nothing is written out of bounds.
 
     Arguments are those of `reach`; coordinates outside of their extent may join what lies ``within`` all the same.
 

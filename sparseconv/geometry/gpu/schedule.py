@@ -283,7 +283,7 @@ RANKS = Launcher(rank_kernel, (_I32, _I32, int))
 
 
 #: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
-#: (taps split in groups or not), and to search again costs the host more than to build a schedule
+#: (taps split in groups or not), and to search again costs the CPU more than to build a schedule
 KEPT_ROWS = 65_536
 #: the arrays of a schedule: table, output rows, lists of the tiles, and slots where taps are in groups
 _DTYPES = (torch.int32,) * 7
@@ -486,7 +486,7 @@ def _allocate(block_m: int, height: int, slots: int, tiles: int, room: int, devi
     """Arrays of a schedule as the memory was: (height, slots) of the table and (tiles, room) of the lists."""
     sizes = (height * slots, slots, tiles, tiles * room, tiles * room, tiles)
     padded = [(size + 31) & -32 for size in sizes]
-    memory = torch.empty(sum(padded), dtype=torch.int32, device=device)  # one allocation: each costs the host its time
+    memory = torch.empty(sum(padded), dtype=torch.int32, device=device)  # one allocation: each costs the CPU its time
     table, out_rows, counts, tile_rows, tile_taps, order = memory.split(padded)
     return Schedule(
         block_m,

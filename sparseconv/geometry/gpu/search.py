@@ -41,9 +41,9 @@ _I32, _I64 = torch.int32, torch.int64
 
 
 class PendingCounts:
-    """Edge counts on their way to the host: queue more work before `read`, and nobody waits.
+    """Edge counts on their way to the CPU: queue more work before `read`, and nobody waits.
 
-    Those of rows that the host does not know stay on the device, and to `read` them is an error.
+    Those of rows that the CPU does not know stay on the device, and to `read` them is an error.
 
     Args:
         taps: of the window.
@@ -62,7 +62,7 @@ class PendingCounts:
         self._values: tuple[int, ...] = ()
 
     def read(self) -> tuple[int, ...]:
-        """The offsets on the host; raises ValueError for duplicate rows or an extent too large for keys."""
+        """The offsets on the CPU; raises ValueError for duplicate rows or an extent too large for keys."""
         table = self._table
         if table is not None:
             if table.device_count is not None:
@@ -133,7 +133,7 @@ class WindowSearch:
     """The edges between the rows of a table and target rows, found but not written down.
 
     Nobody writes to a search that others have. It is not frozen all the same: Python would set each of its fields by a
-    call, which takes the host as long as a launch.
+    call, which takes the CPU as long as a launch.
 
     Of the voxels x = 0, 1 and 5 of a line, rows 0, 1 and 2, through a window of three taps:
 
@@ -149,7 +149,7 @@ class WindowSearch:
     coords: torch.Tensor  # (N_out, 1+D) int32: the target rows; none where the edges were given as a table
     window: TapWindow
     table: CoordinateTable | None  # the source rows; None where the edges were given as a table
-    device_count: DeviceCount | None  # of rows whose number the host does not know
+    device_count: DeviceCount | None  # of rows whose number the CPU does not know
     rows: int  # N_out
     capacity: int  # slots of the table; of a given one, the length of its rows
     constants: tuple  # RANK, SHIFTS, PLACES, PERIODIC, SIDES and LENGTH of the kernels
@@ -157,7 +157,7 @@ class WindowSearch:
     is_cube: bool = False  # whether each row looks at the 27 cells around it, for which there are kernels of their own
     chunk_rows: int = 1  # rows whose edges are counted together
     chunks: int = 0
-    pending: PendingCounts | None = None  # the counts of the edges, on their way to the host
+    pending: PendingCounts | None = None  # the counts of the edges, on their way to the CPU
     scratch: Arena | None = None
     passes: Passes | None = None  # of the sort of its rows, whose digits its launch may have counted
     neighbors: torch.Tensor | None = None  # (K, N_out) int32, where it was given, and of more than 31 taps
@@ -516,7 +516,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
 def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = None) -> WindowSearch:
     """The search that finds the edges of a table (K, N_out) int32, -1 absent, made elsewhere: a reversed map, say.
 
-    ``device_count``: of rows whose number the host does not know.
+    ``device_count``: of rows whose number the CPU does not know.
     """
     taps, n = neighbors.shape
     neighbors = aligned(neighbors)

@@ -1,7 +1,7 @@
 """Coordinates -> rows on the GPU: a hash table of occupied blocks of cells, built without waiting for the device.
 
     in:  coordinates (N, 1+D) int32, in any order
-    out: a `CoordinateTable`; status and ranges are on their way to the host where they are asked for
+    out: a `CoordinateTable`; status and ranges are on their way to the CPU where they are asked for
 
 The voxels x = 0, 1 and 5 of a line lie in one block of 16 cells: one slot with the word 0b100011, number 0, and the
 rows (0, 1, 2) side by side in the order of their cells.
@@ -247,7 +247,7 @@ MAX_ROWS = 2**29
 
 
 class TableStatus(NamedTuple):
-    """What the host has read of a table."""
+    """What the CPU has read of a table."""
 
     distinct: int  # rows, each voxel once
     blocks: int  # that are occupied
@@ -273,9 +273,9 @@ class CoordinateTable:
     capacity: int  # slots
     shifts: tuple[int, ...]  # log2 of a block's edge along each axis, the batch (0) first
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
-    report: Report | None  # status and ranges on their way to the host; None where either is not asked for
+    report: Report | None  # status and ranges on their way to the CPU; None where either is not asked for
     device_count: DeviceCount | None = (
-        None  # of rows whose number the host does not know: nothing of theirs is ever read back
+        None  # of rows whose number the CPU does not know: nothing of theirs is ever read back
     )
 
     status: TableStatus | None = None  # once it was read
@@ -295,7 +295,7 @@ class CoordinateTable:
 
     @property
     def most_blocks(self) -> int:
-        """The number of occupied blocks where the host knows it, and of rows elsewhere; waits for nothing."""
+        """The number of occupied blocks where the CPU knows it, and of rows elsewhere; waits for nothing."""
         if self.status is None and self.report is not None and self.report.has_arrived:
             read_table(self)
         return self.coords.shape[0] if self.status is None else self.status.blocks
@@ -307,16 +307,16 @@ TABLE_DTYPES = (_I64, _I64, _I32, _I32, _I64, _I64, _I32, _I64)
 
 
 def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(low, high) of each column, inclusive, on the host, and the table's status, in one wait for the device."""
+    """(low, high) of each column, inclusive, on the CPU, and the table's status, in one wait for the device."""
     if table.report is None:
-        raise ValueError("a table of no rows, or of given ranges, sends nothing to the host")
+        raise ValueError("a table of no rows, or of given ranges, sends nothing to the CPU")
     found, overflow, *encoded = table.report.read()
     table.status = TableStatus(found & 0xFFFFFFFF, found >> 32, overflow != 0)
     return bounds_of(encoded)
 
 
 def decode_ranges(ranges: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(low, high) of each column, inclusive, on the host; waits for the device. No row: low > high."""
+    """(low, high) of each column, inclusive, on the CPU; waits for the device. No row: low > high."""
     return bounds_of([v & 0xFFFFFFFF for v in ranges.flatten().tolist()])
 
 
@@ -338,7 +338,7 @@ def build_table(
     ``ranges`` are those of ``encode_ranges`` where they are known; else ``copy`` may be an array like coords, into
     which the launch that measures them copies them: the table is then of the copy.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
-    Status and ranges are sent to the host, for a `read_table` that follows. With given ranges they are not, and rows
+    Status and ranges are sent to the CPU, for a `read_table` that follows. With given ranges they are not, and rows
     outside of them are in no cell and never found; so are the dead ones of ``device_count`` rows, whose batch item is
     negative.
     ``checked``: their fault flag is raised, on the device, unless the first ``count`` rows alone are real, and the
@@ -369,7 +369,7 @@ def rows_per_chunk(n: int) -> int:
 
 
 def encode_ranges(low: Sequence[int], high: Sequence[int]) -> torch.Tensor:
-    """(1+D, 2) int32 on the host, the ranges of rows from ``low`` to ``high``, inclusive, as kernels read them.
+    """(1+D, 2) int32 on the CPU, the ranges of rows from ``low`` to ``high``, inclusive, as kernels read them.
 
     out[c] = (high + 2^31, 2^32 - 1 - (low + 2^31)) as unsigned 32-bit numbers, so that zeros mean "no row yet"
     """

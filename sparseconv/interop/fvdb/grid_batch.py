@@ -31,7 +31,7 @@ class GridBatch:
 
     def __init__(self, voxel_grid: VoxelGrid, voxel_sizes: torch.Tensor, origins: torch.Tensor) -> None:
         self.voxel_grid = voxel_grid
-        #: (B, 3) float64, on the host
+        #: (B, 3) float64, on the CPU
         self._sizes, self._origins = voxel_sizes, origins
 
     @classmethod

@@ -63,7 +63,7 @@ set_memory_manager_backend = set_gpu_allocator
 
 
 def print_diagnostics() -> None:
-    """Print what a bug report needs: machine, versions, and the card where there is one."""
+    """Print what a bug report needs: machine, versions, and the GPU where there is one."""
     found = facts("cuda" if torch.cuda.is_available() else "cpu")
     sys.stdout.write(json.dumps(found, indent=1, default=str) + "\n")
 

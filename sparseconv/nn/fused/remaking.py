@@ -12,7 +12,7 @@ from sparseconv.nn.fused import normalize
 from sparseconv.nn.fused.normalize import Norm
 
 #: bytes from which the next convolution's input is computed again in the backward pass rather than kept: one more pass
-#: over memory, on scenes large enough that the device and not the host sets the pace; where there is no host, five
+#: over memory, on scenes large enough to be GPU-bound; in a captured graph, where no CPU time counts, five
 #: eighths
 RECOMPUTED_BYTES = 8 << 20
 #: the classes of ``grad_fn`` whose nodes have a ``recipe``

@@ -3,7 +3,7 @@
     y = act(norm(conv(x)) + residual),    act(z) = z for z > 0 and slope * z elsewhere
     y = act(norm(conv(act(norm(conv(x))))) + residual)
 
-Every node is a call from torch's engine into Python, which costs the host as much as two launches or more.
+Every node is a call from torch's engine into Python, which costs the CPU as much as two launches or more.
 
 Kept for the gradients: x, the convolution's result z, and two numbers a channel. With a residual y is kept as well,
 since z alone does not give the sign of the activation's input. Large tensors that can be recomputed are not kept.
@@ -181,7 +181,7 @@ def _let_go(tensors: Sequence[torch.Tensor]) -> None:
 def _summed(x: torch.Tensor, grad: torch.Tensor, taps: torch.Tensor, edges: tuple[KernelMap, int, str]) -> torch.Tensor:
     """The gradient of taps, beside what follows in a run that has streams for it.
 
-    Not of wide layers, whose sums fill the card, and whose partial sums would lie beside what follows.
+    Not of wide layers, whose sums fill the GPU, and whose partial sums would lie beside what follows.
     """
 
     def run() -> torch.Tensor:

@@ -182,7 +182,7 @@ def normalize_kernel(
     row = tl.arange(0, BLOCK_N)
     tiles = tl.cdiv(rows, BLOCK_N)
     for turn in range(first, tiles, tl.num_programs(0)):
-        tile = tiles - 1 - turn  # what the statistics read last is still in the card's cache
+        tile = tiles - 1 - turn  # what the statistics read last is still in the GPU's cache
         left = alive - tile * BLOCK_N
         live = (row < left)[:, None] & inside[None, :]
         at = _offsets(tile, channels, row, channel, BLOCK_N)
@@ -304,7 +304,7 @@ def input_grad_kernel(
     row = tl.arange(0, BLOCK_N)
     tiles = tl.cdiv(rows, BLOCK_N)
     for turn in range(first, tiles, tl.num_programs(0)):
-        tile = tiles - 1 - turn  # what the sums read last is still in the card's cache
+        tile = tiles - 1 - turn  # what the sums read last is still in the GPU's cache
         live = (row < alive - tile * BLOCK_N)[:, None] & inside[None, :]
         at = _offsets(tile, channels, row, channel, BLOCK_N)
         grad_at = _offsets(tile, grad_units * UNIT, row, channel, BLOCK_N)

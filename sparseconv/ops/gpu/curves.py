@@ -21,7 +21,7 @@ def codes(
 ) -> torch.Tensor:
     """(M, N) int64: `sparseconv.ops.serial_codes` of coords (N, 1+D) int32 that fit, for each of M curves.
 
-    ``depth`` and ``signed`` are of the host, or () on the device.
+    ``depth`` and ``signed`` are of the CPU, or () on the device.
     """
     rows, rank = coords.shape[0], coords.shape[1] - 1
     found = torch.empty(len(orders), rows, dtype=torch.int64, device=coords.device)

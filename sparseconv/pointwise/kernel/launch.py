@@ -171,7 +171,7 @@ class Overload:
         if device.type != "cuda" or torch.version.hip is not None or self.scalar.interpreted:
             return _through_triton(kernel, programs, warps), -1
         # Triton compiles for what it knows of each argument; this key is at least as fine, so a compiled kernel found
-        # under it may be started directly, which skips most of what a launch costs the host.
+        # under it may be started directly, which skips most of what a launch costs the CPU.
         arrays = [*(inputs[i] for i in self.schema.tensors), *outputs]
         key = (
             types,

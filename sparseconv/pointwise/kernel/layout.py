@@ -164,7 +164,7 @@ def iterate(
 
 def _program(sizes: Sequence[int], operands: int, across: bool, itemsize: int, config: Config) -> tuple[int, int]:
     """Elements and warps of a program."""
-    # 16 bytes for each of 128 threads, twice over: enough loads in flight to fill the memory of a large card.
+    # 16 bytes for each of 128 threads, twice over: enough loads in flight to fill the memory of a large GPU.
     elements, warps = (4096, 8) if across else (max(256, 4096 // max(itemsize, 1)), 4)
     if len(sizes) == 1 and itemsize <= 2 and operands >= 3:
         warps = 8  # halves along one axis fill it best with 8 elements a thread, if they do little else than move

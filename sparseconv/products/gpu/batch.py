@@ -32,7 +32,7 @@ def batch_vectors(
     segments = terms.num_segments
     if blocks == 0 or tiles_c == 0 or channels == 0 or segments == 0:
         return
-    # where the batch alone does not fill the card, several programs share the segments of a block
+    # where the batch alone does not fill the GPU, several programs share the segments of a block
     group = max(1, min(segments, segments * blocks * tiles_c // 4096 + 1))
     args = (x, y, out, terms.scale, terms.index1, terms.index2, terms.seg_out, terms.gather_index, terms.index_out)
     _batch_kernel[(blocks * tiles_c * triton.cdiv(segments, group),)](

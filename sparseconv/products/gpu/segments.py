@@ -71,7 +71,7 @@ def _tile(channels: int, summed: bool) -> tuple[int, int, int, int]:
     block_c = min(triton.next_power_of_2(max(channels, 1)), 128)
     if not summed:
         return 1, max(8, 1024 // block_c), block_c, 1
-    # a program for each segment would be more programs than the card can start in time where rows are short
+    # a program for each segment would be more programs than the GPU can start in time where rows are short
     return (1 if block_c == 128 else min(8, 256 // block_c)), 4, block_c, 1
 
 

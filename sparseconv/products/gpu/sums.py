@@ -16,7 +16,7 @@ from sparseconv.products.terms import Terms
 _BATCH = 16
 #: batch items x channels from which a kernel written for the very structure repays its compilation
 _UNROLLED = 1 << 18
-#: programs that keep a large card busy
+#: programs that keep a large GPU busy
 _PROGRAMS = 2048
 
 

@@ -22,7 +22,7 @@ class OnHost:
 
 
 class OnCard:
-    """The same where the order lies on the card: nothing is read back."""
+    """The same where the order lies on the GPU: nothing is read back."""
 
     def __init__(self, into: torch.Tensor, starts: list[int]) -> None:
         self.into, self.starts = into, torch.tensor(starts, device=into.device)
@@ -39,7 +39,7 @@ class OnCard:
 
 
 def on_host(values: torch.Tensor) -> torch.Tensor:
-    """Values of a GPU in pinned memory, which the card writes to in one go; others as they are."""
+    """Values of a GPU in pinned memory, which the GPU writes to in one go; others as they are."""
     if not values.is_cuda:
         return values
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-#include "card_driver.h"
+#include "gpu_driver.h"
 
 #include <c10/util/Exception.h>
 #include <dlfcn.h>

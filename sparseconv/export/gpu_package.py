@@ -1,4 +1,4 @@
-"""From a network to a package that a C++ program runs on a card, without Python."""
+"""From a network to a package that a C++ program runs on a GPU, without Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORM = 1
 VOXELS, FIXED = -1, -2
 
 
-def package_for_card(
+def package_for_gpu(
     net: torch.nn.Module,
     inputs: Sequence[Integer[torch.Tensor, "N 1+D"] | Shaped[torch.Tensor, "N C"]],
     path: str | Path,
@@ -42,16 +42,16 @@ def package_for_card(
     batch_size: int | None = None,
     make: Callable[[Integer[torch.Tensor, "N 1+D"], Shaped[torch.Tensor, "N C"]], Any] | None = None,
 ) -> Path:
-    """Write a network's inference on a card as a package that a C++ program runs without Python.
+    """Write a network's inference on a GPU as a package that a C++ program runs without Python.
 
     The inference is captured as `sparseconv.nn.capture` does it, over arrays of a fixed number of rows. The package
-    holds the kernels in the machine code of this kind of card, the weights as they are now, and all steps in order. The
-    C++ class `sparseconv::CardNetwork`, in the folder `CPP`, makes a CUDA graph of them. Its results have the bits of
+    holds the kernels in the machine code of this kind of GPU, the weights as they are now, and all steps in order. The
+    C++ class `sparseconv::GpuNetwork`, in the folder `CPP`, makes a CUDA graph of them. Its results have the bits of
     those of `sparseconv.nn.capture`.
 
     Args:
-        net: takes what ``make`` returns, by default a `SparseTensor`; in evaluation mode, on a card.
-        inputs: an example on the same card, coords (N, 1+D) int32 and features (N, C), N of at least two.
+        net: takes what ``make`` returns, by default a `SparseTensor`; in evaluation mode, on a GPU.
+        inputs: an example on the same GPU, coords (N, 1+D) int32 and features (N, C), N of at least two.
         path: the file to write, whose name ends in ``.pt``.
         room: rows of every grid over those that it has for the example, at least 1.
         max_voxels: voxels of the largest scene; default: those of the example times ``room``. Rounded up to 256.
@@ -64,7 +64,7 @@ def package_for_card(
         The path.
 
     Raises:
-        TypeError, ValueError: a network or an example that is not on a card, arguments that do not fit, a network in
+        TypeError, ValueError: a network or an example that is not on a GPU, arguments that do not fit, a network in
             training, one that does what no package holds, or one whose result is changed by the rows that are no
             voxels. Nothing is written then.
         RuntimeError: the example does not fit into ``extent``, or the network does what no graph can hold.
@@ -72,17 +72,17 @@ def package_for_card(
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(300, 3).cuda(), voxel_size=0.1)  # doctest: +SKIP
     >>> net = sc.nn.UNet(4, 5, channels=(8, 16)).eval().cuda()  # doctest: +SKIP
-    >>> package_for_card(net, (grid.coords, torch.randn(len(grid), 4).cuda()), "unet.pt")  # doctest: +SKIP
+    >>> package_for_gpu(net, (grid.coords, torch.randn(len(grid), 4).cuda()), "unet.pt")  # doctest: +SKIP
     PosixPath('unet.pt')
     """
     path = Path(path)
     if path.suffix != ".pt":
-        raise ValueError(f"the name of a package for a card ends in .pt; got {path.name!r}")
+        raise ValueError(f"the name of a package for a GPU ends in .pt; got {path.name!r}")
     check_place(path)
     coords, features = checked(net, inputs)
     if coords.device.type != "cuda" or coords.device != features.device or torch.version.hip is not None:
         raise ValueError(
-            f"a package for a card is made on an NVIDIA card; got coords on {coords.device} and features on "
+            f"a package for a GPU is made on an NVIDIA GPU; got coords on {coords.device} and features on "
             f"{features.device}: move the network and the example there, or see sparseconv.export.package for a CPU"
         )
     if coords.dtype != torch.int32:
@@ -149,7 +149,7 @@ class _Run:
 
         def add(tensor: torch.Tensor, count: torch.Tensor | None) -> None:
             if tensor.device != self._example.device:
-                raise ValueError(f"the network returns a tensor on {tensor.device}: return what is on the card")
+                raise ValueError(f"the network returns a tensor on {tensor.device}: return what is on the GPU")
             if count is not None and id(count) not in numbers:
                 numbers[id(count)] = len(status)
                 status.append(count)
@@ -179,9 +179,9 @@ class _Run:
         memory = Memory(graph.pool(), torch.cuda.memory_snapshot())
         writer = Writer(memory)
         made = {
-            "sparseconv_card_package": FORM,
+            "sparseconv_gpu_package": FORM,
             "torch": str(torch.__version__),
-            "card": torch.cuda.get_device_name(device),
+            "gpu": torch.cuda.get_device_name(device),
             "capability": list(torch.cuda.get_device_capability(device)),
             "steps": writer.steps(recorder),
             "streams": recorder.priorities,

@@ -1,4 +1,4 @@
-#include "card_network.h"
+#include "gpu_network.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -18,7 +18,7 @@ namespace sparseconv {
 namespace {
 
 constexpr int64_t FORM = 1;
-// rows of a result, as in `export/card_package.py`
+// rows of a result, as in `export/gpu_package.py`
 constexpr int64_t VOXELS = -1, FIXED = -2;
 
 Told read(const std::string& path) {
@@ -26,21 +26,21 @@ Told read(const std::string& path) {
   TORCH_CHECK_VALUE(file.good(), "there is no file ", path);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
   const c10::IValue told = torch::jit::pickle_load(bytes);
-  TORCH_CHECK_VALUE(told.isGenericDict() && told.toGenericDict().contains("sparseconv_card_package"), path,
-                    " is no package that sparseconv.export.package_for_card wrote");
+  TORCH_CHECK_VALUE(told.isGenericDict() && told.toGenericDict().contains("sparseconv_gpu_package"), path,
+                    " is no package that sparseconv.export.package_for_gpu wrote");
   const Told package = told.toGenericDict();
-  const int64_t form = package.at("sparseconv_card_package").toInt();
+  const int64_t form = package.at("sparseconv_gpu_package").toInt();
   TORCH_CHECK_VALUE(form == FORM, path, " has form ", form, ", and this program reads form ", FORM,
                     ": make both with one version of sparseconv");
   const std::string made_with = package.at("torch").toStringRef();
   TORCH_CHECK_VALUE(made_with.substr(0, made_with.find('+')) == TORCH_VERSION, path, " was made with torch ", made_with,
                     ", and this program with ", TORCH_VERSION, ": use one torch for both");
   const auto wanted = package.at("capability").toListRef();
-  const cudaDeviceProp* const card = at::cuda::getCurrentDeviceProperties();
-  TORCH_CHECK_VALUE(wanted[0].toInt() == card->major && wanted[1].toInt() == card->minor, path, " was made on a ",
-                    package.at("card").toStringRef(), ", of compute capability ", wanted[0].toInt(), ".", wanted[1].toInt(),
-                    ", and this card is a ", card->name, ", of ", card->major, ".", card->minor,
-                    ": make a package on a card of this kind");
+  const cudaDeviceProp* const gpu = at::cuda::getCurrentDeviceProperties();
+  TORCH_CHECK_VALUE(wanted[0].toInt() == gpu->major && wanted[1].toInt() == gpu->minor, path, " was made on a ",
+                    package.at("gpu").toStringRef(), ", of compute capability ", wanted[0].toInt(), ".", wanted[1].toInt(),
+                    ", and this GPU is a ", gpu->name, ", of ", gpu->major, ".", gpu->minor,
+                    ": make a package on a GPU of this kind");
   return package;
 }
 
@@ -53,7 +53,7 @@ void check(const char* name, const at::Tensor& given, int64_t rows, const at::Te
 
 }  // namespace
 
-struct CardNetwork::State {
+struct GpuNetwork::State {
   c10::Device device;
   Told told;
   Sequence sequence;
@@ -129,7 +129,7 @@ struct CardNetwork::State {
     std::vector<at::Tensor> found;
     for (const Result& result : results) {
       if (result.rows > 0) {
-        found.emplace_back();  // as many rows as the card says
+        found.emplace_back();  // as many rows as the GPU says
       } else {
         found.push_back((result.rows == VOXELS ? result.tensor.narrow(0, 0, voxels) : result.tensor).clone());
       }
@@ -157,21 +157,21 @@ struct CardNetwork::State {
   }
 };
 
-CardNetwork::CardNetwork(const std::string& package, int device) {
+GpuNetwork::GpuNetwork(const std::string& package, int device) {
   const c10::InferenceMode without_gradients;
-  TORCH_CHECK(device >= 0 && device < at::cuda::device_count(), "there is no card ", device, ": this machine has ",
+  TORCH_CHECK(device >= 0 && device < at::cuda::device_count(), "there is no GPU ", device, ": this machine has ",
               static_cast<int>(at::cuda::device_count()));
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   state_ = std::make_unique<State>(package, c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)));
 }
 
-CardNetwork::~CardNetwork() = default;
+GpuNetwork::~GpuNetwork() = default;
 
-int64_t CardNetwork::max_voxels() const { return state_->coords.size(0); }
-int64_t CardNetwork::steps() const { return static_cast<int64_t>(state_->sequence.size()); }
-int64_t CardNetwork::nodes() const { return state_->nodes; }
+int64_t GpuNetwork::max_voxels() const { return state_->coords.size(0); }
+int64_t GpuNetwork::steps() const { return static_cast<int64_t>(state_->sequence.size()); }
+int64_t GpuNetwork::nodes() const { return state_->nodes; }
 
-std::vector<at::Tensor> CardNetwork::run(const at::Tensor& coords, const at::Tensor& features) {
+std::vector<at::Tensor> GpuNetwork::run(const at::Tensor& coords, const at::Tensor& features) {
   const int64_t rows = coords.dim() ? coords.size(0) : 0;
   check("coords", coords, rows, state_->coords);
   check("features", features, rows, state_->features);

@@ -1,4 +1,4 @@
-"""Packages for a card: what a scene of fixed size gives, what is refused, and on a card the bits of `nn.capture`."""
+"""Packages for a GPU: what a scene of fixed size gives, what is refused, and on a GPU the bits of `nn.capture`."""
 
 import re
 import statistics
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import sparseconv as sc
 from sparseconv import export, nn
-from sparseconv.export import card_package, packaging, sequence
-from sparseconv.export.card_package import FIXED, VOXELS
+from sparseconv.export import gpu_package, packaging, sequence
+from sparseconv.export.gpu_package import FIXED, VOXELS
 from sparseconv.export.program import grid_of
 from sparseconv.geometry.grid_cache import remember
 from sparseconv.geometry.ranges import IndexRange
@@ -30,26 +30,26 @@ def test_the_sources_read_what_python_writes():
     for _, names in found:
         for number, name in enumerate(names.split(", ")):
             assert getattr(sequence, name) == number
-    source = (packaging.CPP / "card_network.cpp").read_text()
-    assert f"FORM = {card_package.FORM};" in source
+    source = (packaging.CPP / "gpu_network.cpp").read_text()
+    assert f"FORM = {gpu_package.FORM};" in source
     assert f"VOXELS = {VOXELS}, FIXED = {FIXED};" in source
-    written = set(re.findall(r'"(\w+)"', (packaging.CPP.parent / "card_package.py").read_text()))
+    written = set(re.findall(r'"(\w+)"', (packaging.CPP.parent / "gpu_package.py").read_text()))
     assert set(re.findall(r'(?:at|slot|contains)\("(\w+)"\)', source)) <= written
 
 
 def test_refusals(tmp_path):
     net, _ = network("unet")
     given, path = scene(1), tmp_path / "net.pt"
-    with pytest.raises(ValueError, match=r"a package for a card ends in .pt; got 'net.pt2'"):
-        export.package_for_card(net, given, tmp_path / "net.pt2")
-    with pytest.raises(ValueError, match=r"made on an NVIDIA card; got coords on cpu and features on cpu"):
-        export.package_for_card(net, given, path)
+    with pytest.raises(ValueError, match=r"a package for a GPU ends in .pt; got 'net.pt2'"):
+        export.package_for_gpu(net, given, tmp_path / "net.pt2")
+    with pytest.raises(ValueError, match=r"made on an NVIDIA GPU; got coords on cpu and features on cpu"):
+        export.package_for_gpu(net, given, path)
     with pytest.raises(ValueError, match="is in training"):
-        export.package_for_card(network("unet")[0].train(), given, path)
+        export.package_for_gpu(network("unet")[0].train(), given, path)
     with pytest.raises(ValueError, match="at least two voxels"):
-        export.package_for_card(net, scene(1, rows=1), path)
+        export.package_for_gpu(net, scene(1, rows=1), path)
     with pytest.raises(TypeError, match="net must be a Module"):
-        export.package_for_card(lambda x: x, given, path)
+        export.package_for_gpu(lambda x: x, given, path)
     assert not list(tmp_path.iterdir())
 
 
@@ -59,7 +59,7 @@ def test_refusals(tmp_path):
 def fixed_run(net, rows=512, extent=None, make=None):
     coords, features = scene(1)
     like = sc.VoxelGrid(coords, 2)
-    made = card_package._Run(net, like, features, rows, rows / len(coords), extent, make)
+    made = gpu_package._Run(net, like, features, rows, rows / len(coords), extent, make)
     return made, like, features
 
 
@@ -147,7 +147,7 @@ def test_an_example_outside_of_the_extent_is_refused():
         made._check(*made._body())
 
 
-# ---- on a card, in C++
+# ---- on a GPU, in C++
 
 
 class Dense(torch.nn.Module):
@@ -216,7 +216,7 @@ def leaves(results):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [*MADE, "wide in fp16"])
-def test_in_cpp_on_a_card(name, built, tmp_path):
+def test_in_cpp_on_a_gpu(name, built, tmp_path):
     torch.manual_seed(0)
     name, _, half = name.partition(" in ")
     dtype = torch.float16 if half else torch.float32
@@ -224,7 +224,7 @@ def test_in_cpp_on_a_card(name, built, tmp_path):
     coords, features = (t.cuda() for t in scene(1))
     features, path, box = features.to(dtype), tmp_path / "net.pt", IndexRange.of_shape((EXTENT,) * 3)
     size, make = {"max_voxels": 512, "extent": box}, INPUTS.get(name)
-    assert export.package_for_card(net, (coords, features), path, make=make, **size) == path
+    assert export.package_for_gpu(net, (coords, features), path, make=make, **size) == path
     like = sc.SparseTensor(sc.VoxelGrid(coords, 2), features)
     fast = nn.capture(net, like, **size) if name in CAPTURED else None
     for rows in (333, 1, 0, 512):
@@ -242,10 +242,10 @@ def test_in_cpp_on_a_card(name, built, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_what_cpp_refuses_on_a_card(built, tmp_path):
+def test_what_cpp_refuses_on_a_gpu(built, tmp_path):
     net, path = network("unet")[0].cuda(), tmp_path / "net.pt"
     given = tuple(t.cuda() for t in scene(1))
-    export.package_for_card(net, given, path, max_voxels=256, extent=IndexRange.of_shape((EXTENT,) * 3))
+    export.package_for_gpu(net, given, path, max_voxels=256, extent=IndexRange.of_shape((EXTENT,) * 3))
     coords, features = scene(5)
     for wrong, words in (
         (scene(5, 257), "the scene has 257 voxels, and this package takes at most 256"),
@@ -262,12 +262,12 @@ def test_what_cpp_refuses_on_a_card(built, tmp_path):
     torch.save([coords, features], tmp_path / "scene.pt")
     assert "there is no file" in run(built / "run_package", tmp_path / "absent.pt", tmp_path / "scene.pt", expect=2)
     said = run(built / "run_package", tmp_path / "scene.pt", tmp_path / "scene.pt", expect=2)
-    assert "is no package that sparseconv.export.package_for_card wrote" in said
+    assert "is no package that sparseconv.export.package_for_gpu wrote" in said
     made = torch.load(path)
     for key, value, words in (
-        ("capability", [1, 0], "of compute capability 1.0, and this card is a"),
+        ("capability", [1, 0], "of compute capability 1.0, and this GPU is a"),
         ("torch", "1.0", "was made with torch 1.0, and this program with"),
-        ("sparseconv_card_package", 99, "has form 99, and this program reads form 1"),
+        ("sparseconv_gpu_package", 99, "has form 99, and this program reads form 1"),
     ):
         torch.save(made | {key: value}, tmp_path / "other.pt")
         assert words in run(built / "run_package", tmp_path / "other.pt", tmp_path / "scene.pt", expect=2)
@@ -282,7 +282,7 @@ def test_cpp_is_as_fast_as_the_captured_network(built, tmp_path):
     grid, _ = sc.voxelize(torch.rand(200_000, 3).cuda() * torch.tensor([1.0, 1.0, 0.1]).cuda(), voxel_size=0.01)
     net, path = nn.UNet(4, 20, channels=(32, 64, 128, 256)).half().eval().cuda(), tmp_path / "net.pt"
     x = sc.SparseTensor(grid, torch.randn(len(grid), 4).cuda().half())
-    export.package_for_card(net, (grid.coords, x.features), path)
+    export.package_for_gpu(net, (grid.coords, x.features), path)
     fast, took = nn.capture(net, x), []
     for _ in range(CALLS):
         start = time.perf_counter()
