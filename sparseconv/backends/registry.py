@@ -8,7 +8,7 @@ from importlib import import_module
 from sparseconv.backends.base import Backend, Request
 
 #: in the order in which "auto" asks them; a backend is imported when it is first asked. What torch alone computes comes
-#: last: it serves GPUs that the kernels do not run on, such as AMD's (``torch.version.hip``) and those before Ampere
+#: last: it serves GPUs that the kernels are not compiled for, and halves before Ampere
 BACKENDS = {
     "llvm_implicit_gemm": "sparseconv.backends.llvm_implicit_gemm.backend:LlvmImplicitGemm",
     "numpy_gather_scatter": "sparseconv.backends.gather_scatter:NumpyGatherScatter",

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
+from triton.runtime.jit import constexpr_function
 
+from sparseconv.gpu.cuda_capability import PTX_FROM
 from sparseconv.gpu.launch_log import listeners, tell
 from sparseconv.gpu.triton_private import (
     SHARED_ARGUMENTS,
@@ -38,10 +41,23 @@ INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
 IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
+@constexpr_function
+def has_ptx():
+    """Whether a kernel is compiled with inline PTX; else with the plain forms, which the interpreter runs, too."""
+    return not INTERPRETED and cuda_capability_geq(*PTX_FROM)
+
+
 def constant(value: Any) -> Any:
     """A number of a module that its kernels know when they are compiled; as it is for the interpreter, whose kernels
     are plain Python and may shift by it."""
     return value if INTERPRETED else tl.constexpr(value)
+
+
+def room_for(programs: int) -> dict[str, int]:
+    """Triton's option that leaves registers for so many programs on each multiprocessor."""
+    if torch.version.hip is None:
+        return {"maxnreg": REGISTERS // 128 // programs & -8}
+    return {"waves_per_eu": ceil_div(programs, 2)}  # of 64 threads, on four units
 
 
 class Launcher:
@@ -65,9 +81,7 @@ class Launcher:
         #: programs on each multiprocessor that run all at once, so that they may wait for each other; 0: they may not
         self.resident = resident
         #: options of the compiler, which joins products and sums into fused ones in every version of Triton
-        self.options = (
-            {"launch_cooperative_grid": True, "maxnreg": REGISTERS // 128 // resident & -8} if resident else options
-        )
+        self.options = {"launch_cooperative_grid": True, **room_for(resident)} if resident else options
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
 
@@ -96,7 +110,10 @@ class Launcher:
         try:
             for value in (self.function, *constants):
                 fix_cache_key(value)
-            options = {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
+            warps = self.num_warps  # of 32 threads; AMD's may have 64
+            if torch.version.hip is not None:
+                warps = max(1, warps * 32 // driver.active.get_current_target().warp_size)
+            options = {"num_warps": warps, "enable_fp_fusion": True, **self.options}
             examples = [13 if kind is int else kind for kind in self.types]  # neither 1 nor a multiple of 16
             mine.set_result(self.function.warmup(*examples, *constants, grid=(1,), **options))
         except BaseException as error:

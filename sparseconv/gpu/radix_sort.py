@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from sparseconv.gpu.cooperative import programs_at_once
-from sparseconv.gpu.launcher import INTERPRETED, Launcher, Pointer, ceil_div, pointer
+from sparseconv.gpu.cuda_capability import uses_ptx
+from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, pointer
 from sparseconv.gpu.warp_ptx import (
     LOOK,
     MOST_ROWS,
@@ -23,6 +24,7 @@ from sparseconv.gpu.warp_ptx import (
     open_room,
     put,
     put_line,
+    room_of,
     take,
     take_line,
     take_place,
@@ -52,7 +54,7 @@ def count_digits(
     digit_of = tl.arange(0, BINS)
     states_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
     counts_ptr = states_ptr + states * BINS
-    room_ptr = counts_ptr + PASSES * programs * BINS
+    room_ptr = room_of(counts_ptr + PASSES * programs * BINS, program)
     for turn in tl.static_range(PASSES):
         put(room_ptr, turn * BINS + digit_of, digit_of & 0)
     tl.debug_barrier()
@@ -94,7 +96,7 @@ def move_kernel(
         tile -= passes
     states_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
     counts_ptr = states_ptr + states * BINS
-    room_ptr = counts_ptr + passes * counting * BINS
+    room_ptr = room_of(counts_ptr + passes * counting * BINS, tl.program_id(0))
     state_ptr = states_ptr + LOOK * BINS + digit_of  # of the first pass, for what comes before its tiles
     if tile < 0:
         of_pass = tile + passes
@@ -262,7 +264,7 @@ def sort_rows(keys: torch.Tensor, bits: int = 31) -> torch.Tensor:
     groups, n = keys.shape
     if groups != 1 or keys.dtype != torch.int32 or not 0 < n <= MOST_ROWS:
         return torch.sort(keys, dim=-1, stable=True).indices
-    order, passes = torch.empty(1, n, dtype=torch.int32, device=keys.device), Passes(n, bits)
+    order, passes = torch.empty(1, n, dtype=torch.int32, device=keys.device), Passes(n, bits, keys.device)
     scratch = torch.empty(passes.words, dtype=torch.int64, device=keys.device)
     passes.launch(pointer(keys), pointer(scratch), pointer(order), keys.device)
     return order
@@ -289,7 +291,7 @@ class Passes:
     launch of its own does.
     """
 
-    def __init__(self, n: int, bits: int, programs: int = 0) -> None:
+    def __init__(self, n: int, bits: int, device: torch.device, programs: int = 0) -> None:
         self.n = n
         self.passes, self.bits, self._steps = digits_of(bits)
         self.tiles = ceil_div(n, 32 * WARPS * self._steps)
@@ -299,8 +301,10 @@ class Passes:
         if programs:
             self.counting = min(self.counting, programs)
         lists = self.states + self.passes * min(self.counting, programs or 1024)
-        #: words of 64 bits of its scratch memory: two lists of lines, then states of tiles and lists of counts
-        self.words = 2 * n + (lists << self.bits) // 2 + INTERPRETED * ROOM // 8
+        rooms = 0 if uses_ptx(device) else max(self.counting, self.tiles + self.passes)
+        #: words of 64 bits of its scratch memory: two lists of lines, then states of tiles, lists of counts, and what
+        #: stands for shared memory without PTX
+        self.words = 2 * n + (lists << self.bits) // 2 + rooms * ROOM // 8
 
     def launch(self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device) -> None:
         """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""

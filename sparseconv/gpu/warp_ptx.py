@@ -1,17 +1,21 @@
-"""What the compiler has no words for: shared memory, votes, and words that other programs wait for."""
+"""What the compiler has no words for: shared memory, votes, and words that other programs wait for.
+
+Without PTX, a program's shared memory is a part of global memory, ``room_ptr``, and every wait is for the whole block.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from sparseconv.gpu.launcher import IS_INTERPRETED
+from sparseconv.gpu.launcher import has_ptx
 
 #: tiles before its own that a thread asks for their counts at once
 LOOK = 8
 #: bytes of shared memory of which Triton knows nothing: counters by warp, then the lines of a tile; and counters alone
 ROOM, COUNTERS_ROOM = 40960, 18432
 
+ROOM_BYTES = tl.constexpr(ROOM)
 OPEN, OPEN_COUNTERS = (
     tl.constexpr(f".shared .align 16 .b8 sort_room[{room}]; mov.b32 $0, 0;") for room in (ROOM, COUNTERS_ROOM)
 )
@@ -61,15 +65,21 @@ LOOK_BACK = tl.constexpr(_look_back(LOOK))
 @triton.jit
 def open_room(OPEN: tl.constexpr):
     """Declare the shared memory, once in a kernel."""
-    if not IS_INTERPRETED:
+    if has_ptx():
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def room_of(rooms_ptr, program):
+    """A program's part of the memory that stands for shared memory without PTX."""
+    return rooms_ptr + program.to(tl.int64) * (ROOM_BYTES // 4)
 
 
 @triton.jit
 def numbers(COUNT: tl.constexpr):
     """0, 1, 2 and so on, which the compiler does not know: all that it works out ahead of a loop fills registers."""
     number = tl.arange(0, COUNT)
-    if IS_INTERPRETED:
+    if not has_ptx():
         return number
     else:
         return tl.inline_asm_elementwise(COPY, "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
@@ -78,7 +88,7 @@ def numbers(COUNT: tl.constexpr):
 @triton.jit
 def put(room_ptr, at, value):
     """Set 32-bit words."""
-    if IS_INTERPRETED:
+    if not has_ptx():
         tl.store(room_ptr + at, value)
     else:
         tl.inline_asm_elementwise(PUT, "=r,r,r", [at * 4, value], dtype=tl.int32, is_pure=False, pack=1)
@@ -87,7 +97,7 @@ def put(room_ptr, at, value):
 @triton.jit
 def take(room_ptr, at):
     """Read 32-bit words."""
-    if IS_INTERPRETED:
+    if not has_ptx():
         return tl.load(room_ptr + at)
     else:
         return tl.inline_asm_elementwise(TAKE, "=r,r", [at * 4], dtype=tl.int32, is_pure=False, pack=1)
@@ -96,8 +106,8 @@ def take(room_ptr, at):
 @triton.jit
 def add_one(room_ptr, at):
     """Count up 32-bit words, for each thread that has one."""
-    if IS_INTERPRETED:
-        tl.atomic_add(room_ptr + at, 1)
+    if not has_ptx():
+        tl.atomic_add(room_ptr + at, 1, sem="relaxed")
     else:
         tl.inline_asm_elementwise(ADD_ONE, "=r,r", [at * 4], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -105,7 +115,7 @@ def add_one(room_ptr, at):
 @triton.jit
 def put_line(room_ptr, lines, at, line):
     """Set 64-bit words behind the first ``lines`` bytes."""
-    if IS_INTERPRETED:
+    if not has_ptx():
         tl.store((room_ptr + lines // 4).to(tl.pointer_type(tl.int64)) + at, line)
     else:
         tl.inline_asm_elementwise(PUT_LINE, "=r,r,l", [at * 8 + lines, line], dtype=tl.int32, is_pure=False, pack=1)
@@ -114,7 +124,7 @@ def put_line(room_ptr, lines, at, line):
 @triton.jit
 def take_line(room_ptr, lines, at):
     """Read 64-bit words behind the first ``lines`` bytes."""
-    if IS_INTERPRETED:
+    if not has_ptx():
         return tl.load((room_ptr + lines // 4).to(tl.pointer_type(tl.int64)) + at)
     else:
         return tl.inline_asm_elementwise(TAKE_LINE, "=l,r", [at * 8 + lines], dtype=tl.int64, is_pure=False, pack=1)
@@ -123,11 +133,15 @@ def take_line(room_ptr, lines, at):
 @triton.jit
 def take_place(room_ptr, own, digit, BITS: tl.constexpr):
     """For rows of 32 lanes, a thread each: the counter of a lane's digit in its warp, up to the lane; it moves on."""
-    if IS_INTERPRETED:
-        lane = tl.arange(0, own.shape[0])
-        like = (digit[None, :] == digit[:, None]) & (own[None, :] == own[:, None])
-        place = tl.load(room_ptr + own + digit) + tl.sum((like & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
-        tl.atomic_add(room_ptr + own + digit, 1)
+    if not has_ptx():
+        lane = tl.arange(0, 32)
+        of_warp = tl.reshape(digit, (own.shape[0] // 32, 32))
+        before = (of_warp[:, None, :] == of_warp[:, :, None]) & (lane[None, :] < lane[:, None])[None, :, :]
+        rank = tl.reshape(tl.sum(before.to(tl.int32), 2), own.shape)
+        place = tl.load(room_ptr + own + digit) + rank
+        tl.debug_barrier()
+        tl.atomic_add(room_ptr + own + digit, 1, sem="relaxed")
+        tl.debug_barrier()
         return place
     else:
         like = digit | -1
@@ -143,8 +157,8 @@ def take_place(room_ptr, own, digit, BITS: tl.constexpr):
 @triton.jit
 def tell(state_ptr, count, flag):
     """Let other programs know a count."""
-    if IS_INTERPRETED:
-        tl.store(state_ptr, count | flag)
+    if not has_ptx():
+        tl.atomic_xchg(state_ptr, count | flag, sem="relaxed")
     else:
         tl.inline_asm_elementwise(
             TELL, "=r,l,r,r", [state_ptr.to(tl.int64), count, flag], dtype=tl.int32, is_pure=False, pack=1
@@ -154,8 +168,16 @@ def tell(state_ptr, count, flag):
 @triton.jit
 def look_back(state_ptr, BINS: tl.constexpr):
     """The counts of all tiles before one; the state of the last of them is given."""
-    if IS_INTERPRETED:
-        return tl.load(state_ptr) & (OF_TILE - 1)
+    if not has_ptx():
+        total = tl.zeros(state_ptr.shape, tl.int32)
+        going = total == 0
+        while tl.max(going.to(tl.int32), 0) > 0:
+            word = tl.load(state_ptr, volatile=True)
+            is_known = going & ((word < 0) | (word >= OF_TILE))
+            total += tl.where(is_known, word & (OF_TILE - 1), 0)
+            going = going & (word >= 0)
+            state_ptr -= tl.where(is_known & going, BINS, 0)
+        return total
     else:
         step = tl.full((), BINS * 4, tl.int64)
         return tl.inline_asm_elementwise(

@@ -25,6 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparseconv.backends.triton_implicit_gemm.config import ProblemSize, conv_candidates, weight_grad_candidates
+from sparseconv.backends.triton_implicit_gemm.recipe import problem_constants
+from sparseconv.gpu.cuda_capability import PTX_FROM
 
 NAMES = {
     torch.float16: "fp16",
@@ -34,12 +36,21 @@ NAMES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 EIGHT_BITS = {torch.int8: "i32", torch.float8_e4m3fn: "fp32"}  # and the type of their numbers
-CAPABILITY = {80: (8, 0), 86: (8, 6), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 OPERANDS = ("feats_ptr", "weight_ptr", "weight", "grad_ptr", "bias_ptr", "residual_ptr")
 
 
-def spill_bytes(cubin: bytes) -> int:
-    """Bytes a thread keeps in local memory, read off the binary."""
+def target_of(arch: int | str) -> GPUTarget:
+    """NVIDIA's compute capability, 90, or AMD's architecture, "gfx942"."""
+    if isinstance(arch, int):
+        return GPUTarget("cuda", arch, 32)
+    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+
+
+def spill_bytes(kernel) -> int:
+    """Bytes a thread keeps in local memory, read off the binary, or off the text for AMD's GPUs."""
+    if "amdgcn" in kernel.asm:
+        return sum(int(n) for n in re.findall(r"private_segment_fixed_size: (\d+)", kernel.asm["amdgcn"]))
+    cubin = kernel.asm["cubin"]
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
         file.write(cubin)
@@ -48,7 +59,7 @@ def spill_bytes(cubin: bytes) -> int:
     return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text))
 
 
-def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: int, out=None):
+def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: int | str, out=None):
     """The compiled kernel for aligned pointers and strides."""
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -79,26 +90,28 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
         Source = ASTSource
     fixed = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = Source(function, signature, fixed, attributes)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = target_of(arch)
+    options = {"num_warps": max(1, config.warps * 32 // target.warp_size), "num_stages": config.stages}
+    return triton.compile(source, target=target, options=options)
 
 
 def channels(work: ProblemSize, index64: bool = False) -> dict:
     """The constants that both kernels share."""
-    unit = 16 // work.dtype.itemsize if work.aligned else 1
-    precision = "tf32" if work.dtype != torch.float32 else work.precision
-    shared = {"GROUP_IN": work.group_in, "GROUP_OUT": work.group_out, "PACK": work.pack, "GROUPS": work.groups}
-    return {"UNIT": unit, **shared, "INDEX64": index64, "ASM_LOADS": True, "PRECISION": precision}
+    return problem_constants(work, 16 // work.dtype.itemsize if work.aligned else 1, index64)
 
 
-def works(arch: int, everything: bool) -> list[ProblemSize]:
+def works(arch: int | str, everything: bool) -> list[ProblemSize]:
     """What is compiled: dtypes, channels, groups and sizes; few of them unless everything is asked for."""
-    base = ProblemSize(torch.float16, 300_000, 27, 64, 64, 1, True, 132, CAPABILITY[arch])
+    capability = divmod(arch, 10) if isinstance(arch, int) else (0, 0)
+    precision = "tf32" if capability >= PTX_FROM else "ieee"
+    base = ProblemSize(torch.float16, 300_000, 27, 64, 64, 1, True, 132, capability, precision=precision)
     few = [base, replace(base, group_in=256, group_out=256), replace(base, group_in=5, group_out=7, aligned=False)]
     few.append(replace(base, dtype=torch.float32, precision="ieee"))
     few.append(replace(base, num_rows=4_000_000))
-    eighths = [dtype for dtype in EIGHT_BITS if arch >= 89 or dtype == torch.int8]
+    eighths = [dtype for dtype in EIGHT_BITS if capability >= (8, 9) or dtype == torch.int8]
     few += [replace(base, dtype=dtype, group_in=c, group_out=c) for dtype in eighths for c in (64, 256)]
+    if capability == (7, 5):  # without Triton's matrix units
+        return [work for work in few if work.dtype == torch.float32]
     if not everything:
         return few
     many = []
@@ -115,14 +128,14 @@ def works(arch: int, everything: bool) -> list[ProblemSize]:
     return few + many
 
 
-def first(candidates: Sequence, arch: int, everything: bool) -> Sequence:
+def first(candidates: Sequence, arch: int | str, everything: bool) -> Sequence:
     """Those that run where nothing is tuned: the first, and on a card that has its own kernels these."""
     if everything:
         return candidates
     return [config for place, config in enumerate(candidates) if place == 0 or (arch == 90 and config.gluon)]
 
 
-def compile_all(arch: int, everything: bool) -> None:
+def compile_all(arch: int | str, everything: bool) -> None:
     """Print the facts of every configuration."""
     for work in works(arch, everything):
         of_8_bits = work.dtype in EIGHT_BITS
@@ -155,12 +168,12 @@ def compile_all(arch: int, everything: bool) -> None:
             report("weight_grad_kernel", work, weight, constants, arch, "fp32")
 
 
-def report(name: str, work: ProblemSize, config, constants: dict, arch: int, out: str | None, **facts) -> None:
+def report(name: str, work: ProblemSize, config, constants: dict, arch: int | str, out: str | None, **facts) -> None:
     """Compile one kernel and print what it became."""
     module = config.kernels
     function = getattr(importlib.import_module(f"sparseconv.backends.triton_implicit_gemm.{module}"), name)
     kernel = compile_kernel(function, work.dtype, constants, config, arch, out)
-    ptx = kernel.asm["ptx"]
+    ptx, amd = kernel.asm.get("ptx", ""), kernel.asm.get("amdgcn", "")
     sys.stdout.write(
         json.dumps(
             {
@@ -172,10 +185,10 @@ def report(name: str, work: ProblemSize, config, constants: dict, arch: int, out
                 "precision": constants["PRECISION"],
                 "aligned": work.aligned,
                 "shared": kernel.metadata.shared,
-                "spill": spill_bytes(kernel.asm["cubin"]),
+                "spill": spill_bytes(kernel),
                 "wgmma": "wgmma.mma_async" in ptx,
                 "tcgen05": "tcgen05.mma" in ptx,
-                "mma": "mma.sync" in ptx,
+                "mma": "mma.sync" in ptx or "v_mfma" in amd or "v_wmma" in amd,
                 "copies": ptx.count("cp.async.cg"),
                 **facts,
             }
@@ -185,4 +198,4 @@ def report(name: str, work: ProblemSize, config, constants: dict, arch: int, out
 
 
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]), "all" in sys.argv[2:])
+    compile_all(int(sys.argv[1]) if sys.argv[1].isdigit() else sys.argv[1], "all" in sys.argv[2:])

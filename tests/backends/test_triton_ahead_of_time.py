@@ -14,6 +14,11 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 #: bytes of shared memory that one block may take
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+#: the same of those whose kernels hold no PTX, and what a thread keeps in local memory at most
+PLAIN = {
+    75: (64 << 10, 0), "gfx942": (64 << 10, 0), "gfx950": (160 << 10, 0), "gfx1100": (64 << 10, 3328),
+    "gfx1201": (64 << 10, 3328),
+}  # fmt: skip
 #: the cards that have kernels of their own; all others are slow
 QUICK = {90}
 #: bytes a thread may keep in local memory: a few words set aside before the loop, no accumulator; before Triton 3.9,
@@ -21,7 +26,7 @@ QUICK = {90}
 STACK, STACK_BEFORE = 16, 112
 
 
-def compiled(arch: int, *more: str) -> list[dict]:
+def compiled(arch: int | str, *more: str) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.backends.aot", str(arch), *more]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -52,6 +57,17 @@ def check(arch: int, kernels: list[dict]) -> None:
 )
 def test_a_few_configurations(arch):
     check(arch, compiled(arch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PLAIN)
+def test_gpus_without_ptx(arch):
+    kernels, (shared, spill) = compiled(arch), PLAIN[arch]
+    for kernel in kernels:
+        assert kernel["shared"] <= shared, kernel
+        assert kernel["spill"] <= spill, kernel
+        assert kernel["mma"] or kernel["dtype"] != "torch.float16", kernel
+    assert kernels
 
 
 @pytest.mark.slow

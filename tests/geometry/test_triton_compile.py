@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.backends.test_triton_ahead_of_time import PLAIN
+
 pytest.importorskip("triton")
 
 SCRIPT = """
@@ -17,19 +19,19 @@ import re
 from types import SimpleNamespace
 
 import torch, triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+torch.version.hip = "7" if isinstance(ARCH, str) else None
 from sparseconv.geometry.gpu import (
     edge_lists, edge_lists_3x3x3, fixed_grid_io, reached, row_order, schedule, search, table, taps, wgrad_splits
 )
 from sparseconv.gpu import launcher as launching
 from sparseconv.gpu import radix_sort
-from tests.backends.aot import spill_bytes
+from tests.backends.aot import spill_bytes, target_of
 
-#: bytes that a thread may set aside
-SPILL = 16
+#: bytes that a thread may set aside; before Ampere, only `jobs_kernel` sets aside more than 16
+SPILL = 368 if ARCH == 75 else 16
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32", torch.float32: "*fp32", torch.float64: "*fp64"}
 shifts = table.pack_shifts((0, 2, 2, 2))
 places = taps.bit_places((0, 2, 2, 2))
@@ -72,7 +74,7 @@ jobs += [
     (schedule._LISTS, (64, 16, 32)),
 ]
 jobs = jobs[SHARE::SHARES]
-target = None
+target = target_of(ARCH)
 driver.set_active(SimpleNamespace(get_current_target=lambda: target))
 for launcher, constants in jobs:
     if len(launcher.types) + 2 > launching.SHARED_ARGUMENTS:
@@ -84,18 +86,17 @@ for launcher, constants in jobs:
     signature.update({n: "constexpr" for n in names[len(launcher.types) :]})
     given = {(len(launcher.types) + i,): value for i, value in enumerate(constants)}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(launcher.types) if t is not int}
-    target = GPUTarget("cuda", ARCH, 32)
     source = ASTSource(launcher.function, signature, given, aligned)
-    options = {"num_warps": launcher.num_warps, **launcher.options}
+    options = {"num_warps": max(1, launcher.num_warps * 32 // target.warp_size), **launcher.options}
     kernel = triton.compile(source, target=target, options=options)
-    ptx = kernel.asm["ptx"]
+    ptx = kernel.asm.get("ptx", "")
     declared = sum(map(int, re.findall(r"sort_room\\[(\\d+)\\]", ptx)))  # Triton does not know of it
     shared = kernel.metadata.shared + declared
     if shared > 48 * 1024 or ".local" in ptx:
-        raise SystemExit(f"{launcher.function.__name__} on sm_{ARCH}: {shared} bytes shared")
-    spill = spill_bytes(kernel.asm["cubin"])
+        raise SystemExit(f"{launcher.function.__name__} on {ARCH}: {shared} bytes shared")
+    spill = spill_bytes(kernel)
     if spill > SPILL:
-        raise SystemExit(f"{launcher.function.__name__}{constants} on sm_{ARCH} spills {spill} bytes")
+        raise SystemExit(f"{launcher.function.__name__}{constants} on {ARCH} spills {spill} bytes")
 print(len(jobs))
 """
 
@@ -104,9 +105,9 @@ print(len(jobs))
 SHARES = 3
 
 
-def compile_for(arch: int, share: int = 0, shares: int = 1, more: bool = True) -> None:
+def compile_for(arch: int | str, share: int = 0, shares: int = 1, more: bool = True) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", f"ARCH, SHARE, SHARES, MORE = {arch}, {share}, {shares}, {more}\n{SCRIPT}"]
+    command = [sys.executable, "-c", f"ARCH, SHARE, SHARES, MORE = {arch!r}, {share}, {shares}, {more}\n{SCRIPT}"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout) >= 37 // shares
@@ -128,4 +129,11 @@ def test_kernels_compile_for_hopper(share: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", [known_to_spill(arch) for arch in (80, 86, 89, 90, 100, 120)])
 def test_all_forms_compile_for_all_cards(arch: int) -> None:
+    compile_for(arch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", PLAIN)
+def test_plain_forms_compile_for_gpus_without_ptx(arch: int | str) -> None:
     compile_for(arch)

@@ -265,7 +265,7 @@ def test_a_captured_sort_is_stable_for_other_keys(n: int, bits: int) -> None:
 
     generator = torch.Generator("cuda").manual_seed(n)
     keys = torch.zeros(n, dtype=torch.int32, device="cuda")
-    order, passes = torch.empty_like(keys), Passes(n, bits)
+    order, passes = torch.empty_like(keys), Passes(n, bits, keys.device)
     scratch = torch.empty(passes.words, dtype=torch.int64, device="cuda")
 
     def sort() -> None:

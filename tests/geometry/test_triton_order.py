@@ -6,6 +6,8 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +22,15 @@ from sparseconv.gpu import launcher
 from sparseconv.gpu import radix_sort as sort
 from sparseconv.gpu.launcher import pointer
 from sparseconv.gpu.radix_sort import Passes
+from sparseconv.gpu.warp_ptx import look_back
 from tests.geometry.triton_cases import CASES
+
+
+@triton.jit
+def before_kernel(states_ptr, out_ptr, BINS: tl.constexpr):
+    digit = tl.arange(0, BINS)
+    tl.store(out_ptr + digit, look_back(states_ptr + digit, BINS))
+
 
 DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -30,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 def order_of(keys: torch.Tensor, bits: int) -> torch.Tensor:
     """The order of keys (N,), by scratch memory in which all states of tiles seem to be there."""
-    passes = Passes(len(keys), bits)
+    passes = Passes(len(keys), bits, keys.device)
     scratch = torch.full((passes.words,), -1, dtype=torch.int64, device=keys.device)
     order = torch.full((len(keys),), -1, dtype=torch.int32, device=keys.device)
     passes.launch(pointer(keys), pointer(scratch), pointer(order), keys.device)
@@ -59,6 +69,19 @@ def skewed(n: int, bits: int, values: int, share: float, seed: int) -> torch.Ten
 def test_the_order_is_that_of_a_stable_sort(n: int, bits: int, values: int, share: float, seed: int) -> None:
     keys = skewed(n, bits, values, share, seed)
     assert torch.equal(order_of(keys, bits), torch.sort(keys, stable=True).indices)
+
+
+def test_counts_before_a_tile_are_summed_back_to_the_last_sum_of_all() -> None:
+    of_tile, of_all, bins = 1 << 30, -1 << 31, 32
+    states = torch.full((20, bins), of_tile + 1, dtype=torch.int32)  # a tile of one line of each digit, or a sum
+    want = torch.empty(bins, dtype=torch.int32)
+    for digit in range(bins):
+        last = 18 - digit % 12
+        states[last, digit] = of_all + 100 * digit
+        want[digit] = 100 * digit + 19 - last
+    states, out = states.to(DEVICE), torch.empty_like(want, device=DEVICE)
+    before_kernel[1,](states[19:], out, bins, num_warps=1)
+    assert torch.equal(out.cpu(), want)
 
 
 @pytest.mark.slow

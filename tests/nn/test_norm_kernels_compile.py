@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
+from tests.backends.test_triton_ahead_of_time import PLAIN
+
 SCRIPT = """
 import torch, triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparseconv.nn.fused.normalize import _folds, kernels
+from tests.backends.aot import spill_bytes, target_of
 
 NAMES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 NAMES |= {torch.int32: "*i32", int: "i32"}
@@ -38,11 +40,13 @@ for launcher, constants, by_16 in jobs:
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if isinstance(t, torch.dtype)}
     source = ASTSource(launcher.function, signature, given, aligned)
     for arch in ARCHS:
-        options = {"num_warps": launcher.num_warps}
-        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        text = kernel.asm["ptx"]
-        if kernel.metadata.shared > 48 * 1024 or ".local" in text or (by_16 and ".v4" not in text):
-            raise SystemExit(f"{launcher.function.__name__} on sm_{arch} spills, or reads less than 16 bytes")
+        target = target_of(arch)
+        options = {"num_warps": max(1, launcher.num_warps * 32 // target.warp_size)}
+        kernel = triton.compile(source, target=target, options=options)
+        text = kernel.asm.get("ptx", ".v4")
+        spills = ".local" in text or spill_bytes(kernel)
+        if kernel.metadata.shared > 48 * 1024 or spills or (by_16 and ".v4" not in text):
+            raise SystemExit(f"{launcher.function.__name__} on {arch} spills, or reads less than 16 bytes")
         done += 1
 print(done)
 """
@@ -50,8 +54,12 @@ print(done)
 
 @pytest.mark.parametrize(
     ("archs", "forms"),
-    [((90,), 1), pytest.param((80, 86, 89, 90, 100, 120), 3, marks=pytest.mark.slow)],
-    ids=["hopper", "all"],
+    [
+        ((90,), 1),
+        pytest.param((80, 86, 89, 90, 100, 120), 3, marks=pytest.mark.slow),
+        pytest.param(tuple(PLAIN), 3, marks=pytest.mark.slow),
+    ],
+    ids=["hopper", "all", "plain"],
 )
 def test_kernels_compile_whole_and_read_16_bytes_at_once(archs, forms):
     pytest.importorskip("triton")

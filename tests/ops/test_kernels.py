@@ -12,6 +12,7 @@ import torch
 import sparseconv as sc
 from sparseconv.ops import pooling
 from sparseconv.ops.serialization import ORDERS, _codes
+from tests.backends.test_triton_ahead_of_time import PLAIN
 from tests.cases import Case, build, operands
 
 triton = pytest.importorskip("triton")
@@ -97,10 +98,10 @@ def test_a_pooling_launches_once_each_way(dtype):
 
 SCRIPT = """
 import torch, triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparseconv.ops.gpu import curves, pooling
+from tests.backends.aot import spill_bytes, target_of
 
 NAMES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
 NAMES |= {torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", int: "i32"}
@@ -118,18 +119,24 @@ for launcher, constants, by_16 in jobs:
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if isinstance(t, torch.dtype)}
     source = ASTSource(launcher.function, signature, given, aligned)
     for arch in ARCHS:
-        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": launcher.num_warps})
-        text = kernel.asm["ptx"]
-        if ".local" in text or (by_16 and ".v2" not in text and ".v4" not in text):
-            raise SystemExit(f"{launcher.function.__name__} on sm_{arch} spills, or reads less than 16 bytes")
+        target = target_of(arch)
+        options = {"num_warps": max(1, launcher.num_warps * 32 // target.warp_size)}
+        kernel = triton.compile(source, target=target, options=options)
+        text = kernel.asm.get("ptx", ".v4")
+        if ".local" in text or spill_bytes(kernel) or (by_16 and ".v2" not in text and ".v4" not in text):
+            raise SystemExit(f"{launcher.function.__name__} on {arch} spills, or reads less than 16 bytes")
 print(len(jobs) * len(ARCHS))
 """
 
 
 @pytest.mark.parametrize(
     ("archs", "forms"),
-    [((90,), 1), pytest.param((80, 86, 89, 90, 100, 120), 4, marks=pytest.mark.slow)],
-    ids=["hopper", "all"],
+    [
+        ((90,), 1),
+        pytest.param((80, 86, 89, 90, 100, 120), 4, marks=pytest.mark.slow),
+        pytest.param(tuple(PLAIN), 4, marks=pytest.mark.slow),
+    ],
+    ids=["hopper", "all", "plain"],
 )
 def test_kernels_compile(archs, forms):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

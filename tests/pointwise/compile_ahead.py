@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from sparseconv.pointwise import PointwiseDynamicFunction
 from sparseconv.pointwise.kernel import codegen
 from sparseconv.pointwise.operations import activations, arithmetic, batch, gated, seeded
+from tests.backends.aot import target_of
 
 
 def library() -> dict[str, PointwiseDynamicFunction]:
@@ -22,8 +22,8 @@ def library() -> dict[str, PointwiseDynamicFunction]:
     return found
 
 
-def compile_kernel(function: PointwiseDynamicFunction, rank: int, element: str, compute: Any, arch: int) -> str:
-    """The PTX of one kernel whose tensors are of one dtype (those that gather are of int32)."""
+def compile_kernel(function: PointwiseDynamicFunction, rank: int, element: str, compute: Any, arch: int | str) -> str:
+    """The PTX or AMD's text of one kernel whose tensors are of one dtype (those that gather are of int32)."""
     flags = function.schema.is_tensor
     types = tuple(None if t else (k or float) for t, k in zip(flags, function.schema.scalar_types))
     schema = replace(function.schema, scalar_types=types)
@@ -54,18 +54,20 @@ def compile_kernel(function: PointwiseDynamicFunction, rank: int, element: str, 
             constants[name] = known
     made = compile(
         ASTSource(fn=overload.kernel(types), signature=signature, constexprs=constants),
-        target=GPUTarget("cuda", arch, 32),
+        target=target_of(arch),
     )
-    return made.asm["ptx"]
+    return made.asm["ptx" if isinstance(arch, int) else "amdgcn"]
 
 
 def main(words: list[str]) -> None:
-    functions, archs = library(), [int(word) for word in words if word.isdigit()] or [90]
-    for name in [word for word in words if not word.isdigit()] or sorted(functions):
+    functions = library()
+    archs = [word if word[:3] == "gfx" else int(word) for word in words if word not in functions]
+    for name in [word for word in words if word in functions] or sorted(functions):
         for rank, element, compute in ((1, "fp16", tl.float32), (2, "fp64", tl.float64)):
-            for arch in archs:
-                if f".target sm_{arch}" not in compile_kernel(functions[name], rank, element, compute, arch):
-                    raise SystemExit(f"{name}: no PTX for sm_{arch}")
+            for arch in archs or [90]:
+                target = f".target sm_{arch}" if isinstance(arch, int) else arch
+                if target not in compile_kernel(functions[name], rank, element, compute, arch):
+                    raise SystemExit(f"{name}: no kernel for {arch}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import sparseconv.pointwise as pw
 from sparseconv.pointwise import Config, StridedBuffer, pointwise_dynamic
 from sparseconv.pointwise.operations import arithmetic as arith
 from sparseconv.pointwise.operations import batch, gated, seeded
+from tests.backends.test_triton_ahead_of_time import PLAIN
 from tests.pointwise.cases import DEVICE, TOLERANCE, UNARY, Unary, assert_close, by_kernel, needs_kernels
 from tests.pointwise.test_layout import tensors
 
@@ -345,7 +346,8 @@ def test_every_kernel_of_the_library_compiles_ahead_of_time(tmp_path):
 
 @pytest.mark.slow
 def test_kernels_compile_for_other_cards(tmp_path):
-    _compile_ahead(["add", "select", "dropout", "batch_affine", "gelu", "80", "86", "89", "100", "120"], tmp_path)
+    targets = ["80", "86", "89", "100", "120", *map(str, PLAIN)]
+    _compile_ahead(["add", "select", "dropout", "batch_affine", "gelu", *targets], tmp_path)
 
 
 def test_bools_have_no_difference():

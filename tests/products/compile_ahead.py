@@ -9,13 +9,13 @@ import sys
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from sparseconv.products.gpu import sums as gpu
 from sparseconv.products.schedule import table_text
 from sparseconv.products.table import PRODUCTS
+from tests.backends.aot import target_of
 from tests.products.cases import PRODUCT_NAMES, inputs, random_case
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
@@ -56,7 +56,7 @@ def compile_launches(targets):
             return
         for target in targets:
             source = ASTSource(self, signature, {(self.arg_names.index(k),): v for k, v in constants.items()}, attrs)
-            triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+            triton.compile(source, target=target_of(target), options=options)
         done[key] = options
 
     JITFunction.run = run
@@ -64,7 +64,8 @@ def compile_launches(targets):
 
 
 def main(words):
-    targets = [int(word) for word in words if word.isdigit()] or [80, 90, 100]
+    targets = [int(word) for word in words if word.isdigit()] + [word for word in words if word.startswith("gfx")]
+    targets = targets or [80, 90, 100]
     done = compile_launches(targets)
     case = random_case("random", 40, 6, 5, 4)
     gpu._UNROLLED = 1 << 12
@@ -85,7 +86,7 @@ def main(words):
                 gpu.segment_product(row, x, y, terms, summed, dtype)
             gpu.segment_scale(torch.empty(2, case.in1_size, 64, dtype=dtype), terms._replace(index2=None), dtype)
             gpu.segment_scale(torch.empty(20, case.in1_size, 64, dtype=dtype), terms._replace(index2=None), dtype)
-    print(f"{len(done)} kernels compiled for {', '.join(f'sm_{target}' for target in targets)}")
+    print(f"{len(done)} kernels compiled for {', '.join(map(str, targets))}")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.test_triton_ahead_of_time import PLAIN
 from tests.products.cases import PRODUCT_NAMES
 
-EVERY = [pytest.param(str(arch), PRODUCT_NAMES, marks=pytest.mark.slow) for arch in (80, 86, 89, 90, 100, 120)]
+EVERY = [pytest.param(str(arch), PRODUCT_NAMES, marks=pytest.mark.slow) for arch in (*PLAIN, 80, 86, 89, 90, 100, 120)]
 
 
 @pytest.mark.parametrize(("arch", "words"), [("90", ["mul", "bf16"]), *EVERY])
@@ -23,4 +24,4 @@ def test_kernels_compile(arch, words, tmp_path):
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[0]) >= 5
-    assert done.stdout.strip().endswith(f"for sm_{arch}")
+    assert done.stdout.strip().endswith(f"for {arch}")

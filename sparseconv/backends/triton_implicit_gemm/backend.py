@@ -31,7 +31,6 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
     interpreted,
     max_jobs,
     octave,
-    precision_of,
     problem_size,
     rows_are_aligned,
     tiles_of,
@@ -39,7 +38,7 @@ from sparseconv.backends.triton_implicit_gemm.recipe import (
 from sparseconv.geometry.gpu.lists import JOB_QUANTUM, SLOT_ALIGNMENT, most_jobs
 from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.gpu.cuda_capability import refusal
+from sparseconv.gpu.cuda_capability import PTX_FROM, precision_of, refusal
 from sparseconv.gpu.streams import list_stream, scratch
 
 if TYPE_CHECKING:
@@ -73,7 +72,10 @@ class TritonImplicitGemm(Backend):
             return None if interpreted() and request.device.type == "cpu" else no
         if request.dtype == FLOAT8 and card_of(request.device)[1] < (8, 9):
             return "multiplies float8 on GPUs of compute capability 8.9 and later"
-        return refusal(request.device)
+        said = refusal(request.device)
+        if said is None and request.dtype != torch.float32 and (0, 0) < card_of(request.device)[1] < PTX_FROM:
+            return f"Triton multiplies {request.dtype} by the matrix units of Ampere, which {request.device} lacks"
+        return said
 
     def forward(
         self, x: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int, bias: Tensor | None = None
@@ -144,7 +146,7 @@ class TritonImplicitGemm(Backend):
             x.stride(),
             grad_out.stride(),
             (x.data_ptr() | grad_out.data_ptr()) % 16 == 0,
-            precision_of(dtype),
+            precision_of(dtype, x.device),
         )
         step = kernel_map.prepared.get(key)
         if step is None:
@@ -256,7 +258,7 @@ class TritonImplicitGemm(Backend):
             x.stride(),
             (x.data_ptr() | weight.data_ptr()) % 16 == 0,
             epilogue,
-            precision_of(dtype),
+            precision_of(dtype, x.device),
         )
         tensors = (x, weight, out, x if bias is None else bias, x if residual is None else residual)
         step = kernel_map.prepared.get(key)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu import lists as schedule
+from sparseconv.gpu.launcher import IS_INTERPRETED
 
 ROW_BITS = tl.constexpr(schedule.ROW_BITS)
 
@@ -66,11 +67,11 @@ def load_weight(
 
 
 @triton.jit
-def product(a, b, acc, ASM_LOADS: tl.constexpr, PRECISION: tl.constexpr):
+def product(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b. The interpreter holds bfloat16 as bare bits, which its product would take for integers."""
     if a.dtype == tl.int8:
         return tl.dot(a, b, acc, out_dtype=tl.int32)
-    elif not ASM_LOADS and a.dtype == tl.bfloat16:
+    elif IS_INTERPRETED and a.dtype == tl.bfloat16:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -161,7 +162,7 @@ def conv_kernel(
                 weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
                 GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, INDEX64,
             )  # fmt: skip
-            acc = product(a, b, acc, ASM_LOADS, PRECISION)
+            acc = product(a, b, acc, PRECISION)
             kb = (step + 1) % BLOCKS_K
             at = list_start + (step + 1) // BLOCKS_K
             tap = load_index(tile_taps_ptr + at)
@@ -181,7 +182,7 @@ def conv_kernel(
                 weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
                 GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, INDEX64,
             )  # fmt: skip
-            acc = product(a, b, acc, ASM_LOADS, PRECISION)
+            acc = product(a, b, acc, PRECISION)
     n = n0 + tl.arange(0, BLOCK_N)
     columns = pack * PACK_OUT + n
     column_ok = (n < PACK_OUT) & (columns < ALL_OUT)
@@ -300,7 +301,7 @@ def weight_grad_kernel(
         for p in tl.range(0, count, BLOCK_P, num_stages=STAGES):
             a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, INDEX64)
             b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, INDEX64)
-            acc = product(tl.trans(a), b, acc, ASM_LOADS, PRECISION)
+            acc = product(tl.trans(a), b, acc, PRECISION)
             ii = load_pair(in_rows_ptr, p + BLOCK_P, ps, count, ASM_LOADS)
             oo = load_pair(out_rows_ptr, p + BLOCK_P, ps, count, ASM_LOADS)
     else:
@@ -309,7 +310,7 @@ def weight_grad_kernel(
             oo = load_pair(out_rows_ptr, p, ps, count, ASM_LOADS)
             a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, INDEX64)
             b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, INDEX64)
-            acc = product(tl.trans(a), b, acc, ASM_LOADS, PRECISION)
+            acc = product(tl.trans(a), b, acc, PRECISION)
     rows = i % GROUP_IN if PACK > 1 else i
     mask = (i < in_limit)[:, None] & (o < out_limit)[None, :]
     if PACK > 1:

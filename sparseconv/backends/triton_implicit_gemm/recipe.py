@@ -24,9 +24,9 @@ from sparseconv.backends.triton_implicit_gemm.config import (
 )
 from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.gpu.cuda_capability import PTX_FROM, precision_of
 from sparseconv.gpu.program import Fixed, Launch, Program, power_of_2, program_of
 from sparseconv.gpu.streams import scratch
-from sparseconv.torch_private import allows_tf32
 
 if TYPE_CHECKING:
     from sparseconv.backends.base import Request
@@ -51,7 +51,7 @@ def problem_constants(problem: ProblemSize, unit: int, index64: bool) -> dict[st
         "PACK": problem.pack,
         "GROUPS": problem.groups,
         "INDEX64": index64,
-        "ASM_LOADS": not interpreted(),
+        "ASM_LOADS": not interpreted() and problem.capability >= PTX_FROM,
         "PRECISION": problem.precision,
     }
 
@@ -60,11 +60,6 @@ def unit_of(problem: ProblemSize, *strides: int) -> int:
     """The factor of every stride that makes 16 bytes, where it is one; else 1."""
     unit = 16 // problem.dtype.itemsize
     return unit if problem.aligned and not any(stride % unit for stride in strides) else 1
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    """How products of fp32 numbers are taken, by torch's own switch; halves have one way only."""
-    return "tf32" if dtype != torch.float32 or allows_tf32() else "ieee"
 
 
 @functools.cache
@@ -101,7 +96,7 @@ def problem_size(request: Request, aligned: bool, transposed: bool = False) -> P
         processors,
         capability,
         transposed,
-        precision_of(request.dtype),
+        precision_of(request.dtype, request.device),
     )
 
 
@@ -113,9 +108,10 @@ def octave(kernel_map: KernelMap, transposed: bool) -> int:
 
 @functools.cache
 def card_of(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """Multiprocessors and compute capability."""
+    """Multiprocessors and compute capability: none of AMD's GPUs, which number theirs otherwise."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, (properties.major, properties.minor)
+    capability = (properties.major, properties.minor) if torch.version.hip is None else (0, 0)
+    return properties.multi_processor_count, capability
 
 
 def rows_are_aligned(*operands: tuple[torch.Tensor, int]) -> bool:

@@ -10,7 +10,7 @@ from sparseconv.geometry.gpu.search import SEARCH_TYPES, STARTS, WindowSearch
 from sparseconv.geometry.gpu.table import STATUS
 from sparseconv.geometry.gpu.window_3x3x3 import corners, look_at_run
 from sparseconv.gpu.cooperative import programs_at_once
-from sparseconv.gpu.launcher import IS_INTERPRETED, Launcher, Pointer, ceil_div, pointer
+from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, has_ptx, pointer
 from sparseconv.gpu.streams import current
 
 #: the taps up to the centre: their edges, turned round, are those of all others
@@ -98,7 +98,7 @@ def cube_pairs_kernel(
     For edges that fill no more than so many ``lines`` of 32, and ``distinct`` rows; -1: nobody knows how many. HALVED:
     of these taps alone.
     """
-    if not IS_INTERPRETED:
+    if has_ptx():
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     found = (tl.load(status_ptr) & 0xFFFFFFFF).to(tl.int32)
     edges = tl.load(offsets_ptr + (HALF if HALVED else 27))
@@ -209,7 +209,7 @@ def append(
     in_rows_ptr, out_rows_ptr, own, twin, at, begin, shift, found, row, LIST: tl.constexpr, MIRRORED: tl.constexpr
 ):
     """Append the edges of the 32 rows of one warp; returns the place behind them."""
-    if IS_INTERPRETED:
+    if not has_ptx():
         there = found >= 0
         rank = tl.cumsum(there.to(tl.int32), 0) - there
         place = own // 4 + (at + rank)
@@ -233,7 +233,7 @@ def append(
 @triton.jit
 def close(in_rows_ptr, out_rows_ptr, own, twin, at, begin, shift, LIST: tl.constexpr, MIRRORED: tl.constexpr):
     """Write what is left of a list."""
-    if not IS_INTERPRETED:
+    if has_ptx():
         tl.inline_asm_elementwise(
             CLOSE if MIRRORED else CLOSE_ONE, "=&r,r,l,l,l,l,r,r,r",
             [LIST * WAITING, in_rows_ptr.to(tl.int64), out_rows_ptr.to(tl.int64), own, twin, at, begin, shift],

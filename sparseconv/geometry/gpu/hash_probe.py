@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseconv.gpu.launcher import IS_INTERPRETED
+from sparseconv.gpu.launcher import has_ptx
 
 #: slots of a table that does not fit in the second-level cache
 MANY_SLOTS = tl.constexpr(1 << 21)
@@ -183,7 +183,7 @@ def find(table_ptr, key, wanted, capacity, volume, PACK: tl.constexpr = 1):
     seen = tl.load(table_ptr + 2 * slot, mask=wanted, other=0)
     going = wanted & (seen != 0) & (seen != key + 1)
     slot = tl.where(going, before_second_slot(key, capacity), slot)
-    if IS_INTERPRETED:
+    if not has_ptx():
         while tl.max(going.to(tl.int32)) > 0:
             slot = tl.where(going, slot + 1, slot)
             slot = tl.where(slot == capacity, 0, slot)
@@ -206,7 +206,7 @@ def occupy(table_ptr, key, bit, wanted, capacity, volume):
 
     Neighbours of one block, a thread each, do so together: of sorted rows, two or three at a time.
     """
-    if IS_INTERPRETED:
+    if not has_ptx():
         slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
         old = tl.atomic_cas(table_ptr + 2 * slot, tl.where(wanted, 0, -1).to(tl.int64), key + 1, sem="relaxed")
         known = wanted & (old == key + 1)  # -1 is never stored: lanes without a wish only read
@@ -249,7 +249,7 @@ def occupy(table_ptr, key, bit, wanted, capacity, volume):
 @triton.jit
 def popcount(word):
     """Bits set in int64 words."""
-    if IS_INTERPRETED:
+    if not has_ptx():
         v = word.to(tl.uint64, bitcast=True)
         v = v - ((v >> 1) & 0x5555555555555555)
         v = (v & 0x3333333333333333) + ((v >> 2) & 0x3333333333333333)
@@ -265,7 +265,7 @@ def popcount(word):
 @triton.jit
 def popcount_low(word):
     """Bits set in int32 words that are not negative."""
-    if IS_INTERPRETED:
+    if not has_ptx():
         return popcount(word.to(tl.int64))
     else:
         return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)

@@ -485,7 +485,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     passes, programs = None, 0
     if narrow and n:
         programs = programs_at_once(device, max(taps, ceil_div(n, 128)))
-        passes = Passes(n, window.key_bits, max(1, programs - taps) if is_cube else 0)
+        passes = Passes(n, window.key_bits, device, max(1, programs - taps) if is_cube else 0)
         lengths += (passes.words, n)
     scratch = Arena(device, SCRATCH, lengths, zeroed=2)
     entries, around = table.pointers[3:5]

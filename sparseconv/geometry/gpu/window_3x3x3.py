@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.taps import look_into_halves, take
-from sparseconv.gpu.launcher import IS_INTERPRETED
+from sparseconv.gpu.launcher import has_ptx
 
 #: the window that these functions know, and the block's shifts that they take for granted
 CUBE = tuple(itertools.product((-1, 0, 1), repeat=3)), (0, 2, 2, 2)
@@ -143,7 +143,7 @@ def mask_of_cube(entry, live, info_ptr, around_ptr):
 @triton.jit
 def count_in_warps(mask, WARPS: tl.constexpr):
     """(32,) int32: how many of 32 * WARPS masks, one a thread, have each bit."""
-    if IS_INTERPRETED:
+    if not has_ptx():
         lane = tl.arange(0, 32)
         return tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
     else:

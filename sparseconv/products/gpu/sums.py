@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparseconv.gpu.cuda_capability import precision_of
 from sparseconv.products.gpu.batch import batch_vecmat, batch_vectors
 from sparseconv.products.gpu.matrices import sum_matrices
 from sparseconv.products.gpu.segments import sum_rows
@@ -64,7 +65,7 @@ def segment_product(
 def _write(
     row: Product, x: torch.Tensor, y: torch.Tensor, terms: Terms, out: torch.Tensor, batch: int, batch_sum: bool
 ) -> None:
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    precision = precision_of(torch.float32, x.device)
     if row.name in ("mul", "vecsca", "scavec"):
         _vectors("vector", x, y, terms, out, batch, batch_sum)
     elif row.name == "inner":
