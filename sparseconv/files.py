@@ -35,7 +35,7 @@ except ImportError:  # a system without such limits
     pass
 sys.path[:] = sys.argv[2].split("\\n")
 del sys.argv[:3]
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))"""
+exec(compile(open(sys.argv[0], "rb").read(), sys.argv[0], "exec"))"""
 
 #: how many times longer than it may compute such a process may take: machines are busy
 BUSY = 10
@@ -167,6 +167,8 @@ def open_plain(path: str | Path, mode: Literal["rb", "r+b", "ab"]) -> BinaryIO:
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     safe |= getattr(os, "O_BINARY", 0)
     refused = ValueError(f"{path} is a link or no regular file, which is not followed: remove it")
+    if not hasattr(os, "O_NOFOLLOW") and os.path.islink(path):  # Windows; a link made after this is followed
+        raise refused
     try:
         handle = os.open(path, FLAGS[mode] | safe, 0o666)
     except FileNotFoundError:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +25,7 @@ from sparseconv.gpu.digests import digest
 from sparseconv.streaming.ranks import ALONE, Ranks
 
 #: locks of files; Windows has others
-fcntl: Any = import_module("fcntl") if os.name == "posix" else None
+fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 #: a line of finished blocks: phase, block, and a digest of what it left
 DONE = re.compile(r"\d+\.\d+ \w*")
 #: how numbers are written that numpy has no name for
