@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from sparseconv.geometry.cpu import loops
 from sparseconv.interop.spconv import point_loop
 from sparseconv.llvm import compile as compiler
 from sparseconv.llvm import object_cache, target
-from sparseconv.llvm.target import host
+from sparseconv.llvm.target import Target, host
 from tests.backends.test_gather_scatter import plain, random_map
 from tests.cpus import CPUS
 
@@ -278,6 +279,51 @@ WRITTEN = [
     (point_loop._Loop, ("find", 5, 9, False), (3,)),
     (point_loop._Loop, ("fill", 4, 4, True), ()),
 ]
+
+
+#: a vector's and a number's product added to others, in the words of each assembler
+FUSED = {
+    "aarch64": (r"fmla\s+v\d+\.(?:4s|2d)", r"fmadd"),
+    "arm64": (r"fmla\.(?:4s|2d)", r"fmadd"),
+    "x86_64": (r"vfmadd\d+p[sd]\s.*%ymm", r"vfmadd\d+s[sd]"),
+}
+#: CPUs of other machines, which nothing here can run: Graviton, Grace, Jetson, Apple's, and Windows
+ABROAD = [
+    ("aarch64-unknown-linux-gnu", Target("neoverse-n1", "+neon", register=16, registers=32)),
+    ("aarch64-unknown-linux-gnu", Target("neoverse-v2", "+sve2", register=16, registers=32)),
+    ("aarch64-unknown-linux-gnu", Target("cortex-a78ae", "+neon", register=16, registers=32)),
+    ("arm64-apple-darwin", Target("apple-m1", "+neon", register=16, registers=32)),
+    ("x86_64-pc-windows-msvc", Target("x86-64-v3", "+avx2", register=32, registers=16)),
+]
+
+
+@pytest.mark.parametrize(("triple", "cpu"), ABROAD, ids=[f"{triple}-{cpu.cpu}" for triple, cpu in ABROAD])
+def test_other_machines_get_vectors_and_call_nobody(triple, cpu, monkeypatch):
+    """Compiled only, to the assembler's text. What a loop over whole vectors multiplies is multiplied in vectors."""
+    llvm = target.binding()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    monkeypatch.setattr(llvm, "get_default_triple", lambda: triple)
+    monkeypatch.setattr(llvm.Target, "from_default_triple", classmethod(lambda cls: cls.from_triple(triple)))
+
+    def assembled(kind, given, sizes):
+        written = kind(*(cpu if part is host() else part for part in given)).text(*sizes)
+        start = time.thread_time()
+        assert len(compiler.object_code(written, cpu)) < 64 << 10
+        assert time.thread_time() - start < SECONDS
+        with monkeypatch.context() as patched:
+            patched.setattr(llvm.TargetMachine, "emit_object", llvm.TargetMachine.emit_assembly)
+            return compiler.object_code(written, cpu)
+
+    for written in WRITTEN:
+        assert not re.search(r"^\s+(bl|call\w*)\s", assembled(*written), re.MULTILINE), written
+    vector, number = FUSED[triple.split("-")[0]]
+    for double in (False, True):
+        ((shape, _),) = kernels.runs(64, double, cpu)
+        for kind in KINDS:
+            found = assembled(kernels.Loops, (kind, (shape,), double, cpu), (True,) if kind == "weight_grad" else ())
+            assert len(re.findall(vector, found)) >= len(shape), kind
+            assert not re.search(rf"\s{number}\s", found), kind
 
 
 def test_the_key_holds_what_an_object_depends_on(monkeypatch):
