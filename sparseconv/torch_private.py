@@ -8,6 +8,7 @@ Where Python's own attribute is meant (``tensor._version``, ``module._parameters
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,6 +60,7 @@ def check_version(what: str, least: tuple[int, int]) -> None:
 dispatch_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack", lambda: 1)
 #: whether autocast is on for any device
 any_autocast: Callable[[], bool] = private("_C._is_any_autocast_enabled", lambda: True)
+no_autocast: Callable[[], AbstractContextManager[Any]] = private("_C._DisableAutocast", nullcontext)
 #: whether there are transforms of torch.func
 functional: Callable[[], bool] = private("_C._are_functorch_transforms_active", lambda: True)
 #: the transforms of torch.func there are, from the outermost, and the kind that jvp is
@@ -175,6 +177,44 @@ def others_save() -> bool:
 def node_class(function: type[torch.autograd.Function]) -> type | None:
     """The class of the nodes of an autograd function, or None."""
     return getattr(function, "_backward_cls", None)
+
+
+def graph_metadata() -> Any:
+    """What AOTAutograd found out about the graph that it has a backend compile."""
+    return _compiling_context().fw_metadata
+
+
+def graph_results(metadata: Any) -> str | tuple[list[int | None], list[bool]]:
+    """What AOTAutograd found out about the results of a graph: of each, the argument that it is, if it is one, and whether
+    it is differentiated; or why they are not the graph's own results alone."""
+    written = metadata.mutated_inp_runtime_indices
+    if written:
+        return f"argument {written[0]} is written to, and has gradients or gets another shape"
+    if any(hasattr(meta, "attrs") for meta in metadata.subclass_inp_meta + metadata.subclass_fw_graph_out_meta):
+        return "an argument or a result is of a subclass of torch.Tensor"
+    arguments: list[int | None] = []
+    differentiated: list[bool] = []
+    for i, info in enumerate(metadata.output_info):
+        kind = info.output_type.name
+        if kind not in ("non_alias", "unsafe_view_alias", "custom_function_view", "is_input"):
+            return f"result {i} is a view of {'an argument' if kind == 'alias_of_input' else 'another tensor'}"
+        is_argument = kind == "is_input"
+        arguments.append(info.base_idx if is_argument else None)
+        has = info.requires_grad and issubclass(info.raw_type, torch.Tensor) and not is_argument
+        differentiated.append(has)
+    return arguments, differentiated
+
+
+_IMPORTED = re.compile(r"G\['__import_(\w+)'\]((?:\.\w+)*)")
+_BUILTIN = re.compile(r"G\['__builtins_dict__\w*'\]\['(\w+)'\]")
+
+
+def global_of_guard(name: str) -> list[str] | None:
+    """The module, and the names within it, of what one of Dynamo's guards is about; None if that is no global."""
+    if found := _IMPORTED.match(name):
+        return [found.group(1).replace("_dot_", "."), *found.group(2).split(".")[1:]]
+    found = _BUILTIN.match(name)
+    return None if found is None else ["builtins", found.group(1)]
 
 
 # ---- ahead of time

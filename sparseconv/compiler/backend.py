@@ -17,10 +17,11 @@ from torch.fx import GraphModule
 
 from sparseconv.compiler import traced as traced
 from sparseconv.compiler.fusion import fuse_inference, fuse_training
+from sparseconv.compiler.node import Compiled, NotPlain
 from sparseconv.compiler.program import Pass, Program
 from sparseconv.compiler.rows import Rows
 from sparseconv.compiler.settings import as_settled
-from sparseconv.torch_private import LEAST_TO_TRACE, check_version
+from sparseconv.torch_private import LEAST_TO_TRACE, check_version, graph_metadata
 
 #: the programs that live, for `explain`
 programs: weakref.WeakSet[Program] = weakref.WeakSet()
@@ -62,10 +63,16 @@ def sparseconv(
     except TorchDynamoException:
         raise
     except Exception as error:  # the graph that Dynamo made runs as it is
+        words = (str(error).strip().splitlines() or [""])[0]
         program.broken = (
-            f"it runs eagerly: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            f"it runs eagerly: {words if isinstance(error, NotPlain) else f'{type(error).__name__}: {words}'}"
         )
-        return graph_module.forward
+
+        def run(*args: Any) -> Any:
+            program.calls += 1
+            return graph_module.forward(*args)
+
+        return run
 
 
 def _name(graph_module: GraphModule) -> str:
@@ -76,105 +83,38 @@ def _name(graph_module: GraphModule) -> str:
 
 
 def _compiled(graph_module: GraphModule, inputs: Sequence[Any], program: Program) -> Callable[..., Any]:
-    from functorch.compile import default_partition
+    """The program of AOTAutograd's graphs: it traces and differentiates, and `Compiled` calls."""
+    from functorch.compile import default_partition, make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
-    results: list[int] = []
-    rows: list[Rows] = []
-
-    def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        run_boxed: Any = lambda args: run(args)  # noqa: E731
-        run_boxed._boxed_call = True
-        return run_boxed
+    found: dict[str, Any] = {}
 
     def partition(joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
-        rows.append(Rows(joint))
+        found["rows"] = Rows(joint)
         fuse_training(joint)
-        results.append(num_fwd_outputs)
-        return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **more)
+        parts = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **more)
+        found["backward"] = parts[1]
+        return parts
 
-    def forward(module: GraphModule, given: Any) -> Any:
-        context = torch._guards.TracingContext.try_get()
-        static = context.fw_metadata.static_input_indices if context and context.fw_metadata else ()
-        program.forward = Pass(program, module, rows[-1], results[-1] if results else None, static)
-        return boxed(program.run_forward)
-
-    def backward(module: GraphModule, given: Any) -> Any:
-        program.backward = Pass(program, module, rows[-1], None, (), program.forward)
-        return boxed(program.run_backward)
+    def graph(module: GraphModule, given: Any) -> Any:
+        found["metadata"], found["forward"] = graph_metadata(), module
+        return make_boxed_func(module.forward)
 
     def inference(module: GraphModule, given: Any) -> Any:
-        rows.append(Rows(module))
+        found["rows"] = Rows(module)
         fuse_inference(module)
-        return forward(module, given)
+        return graph(module, given)
 
-    compiled = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
+    aot_autograd(
+        fw_compiler=graph,
+        bw_compiler=lambda module, given: make_boxed_func(module.forward),
         inference_compiler=inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )(graph_module, inputs)
-    return _differentiable_twice(compiled, graph_module, program) if results else compiled
-
-
-def _differentiable_twice(
-    compiled: Callable[..., Any], graph_module: GraphModule, program: Program
-) -> Callable[..., Any]:
-    """A program whose gradients have gradients: those of what Dynamo traced, run once more for them.
-
-    AOTAutograd's own backward graph has none. It is asked first, in every backward pass without ``create_graph``.
-    """
-
-    def run(*args: Any) -> Any:
-        results = compiled(*args)
-        node: Any = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None), None)
-        function = getattr(type(node), "_forward_cls", None)
-        if function is not None and not program.is_random:
-            node.sparseconv_call = args, [getattr(a, "_version", 0) for a in args]
-            if function.__dict__["backward"] is not instead.get(function):
-                instead[function] = _with_second(function.backward, graph_module)
-                function.backward = instead[function]
-                instead[function] = function.__dict__["backward"]
-        return results
-
-    instead: dict[Any, Any] = {}
-    return run
-
-
-def _with_second(first: Callable[..., Any], graph_module: GraphModule) -> Any:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        call = getattr(ctx, "sparseconv_call", None)
-        if not torch.is_grad_enabled() or call is None:
-            return first(ctx, *grads)
-        args, versions = call
-        given = grads
-        if len(grads) == 1 and isinstance(grads[0], list):  # torch 2.13 hands them over in a list, to let go of them
-            grads = tuple(grads[0])
-        if len(args) != len(ctx.needs_input_grad):
-            return first(ctx, *given)
-        wanted = [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
-        if any(args[i]._version != versions[i] for i in wanted):
-            raise RuntimeError(
-                "a tensor that this gradient's gradient needs was written to after the forward pass: run the forward "
-                "pass again"
-            )
-        # buffers follow the batch once, in the call itself
-        own = [a.clone() if isinstance(a, torch.Tensor) and i not in wanted else a for i, a in enumerate(args)]
-        results = graph_module.forward(*own)
-        if len(results) != len(grads):
-            return first(ctx, *given)
-        pairs = [
-            (r, g) for r, g in zip(results, grads) if isinstance(r, torch.Tensor) and r.requires_grad and g is not None
-        ]
-        found = torch.autograd.grad(
-            [r for r, _ in pairs],
-            [args[i] for i in wanted],
-            [g for _, g in pairs],
-            create_graph=True,
-            allow_unused=True,
-        )
-        by_place = dict(zip(wanted, found))
-        return tuple(by_place.get(i) for i in range(len(args)))
-
-    return staticmethod(backward)
+    metadata, rows = found["metadata"], found["rows"]
+    results = len(metadata.output_info)
+    program.forward = Pass(program, found["forward"], rows, results, metadata.static_input_indices)
+    if "backward" in found:
+        program.backward = Pass(program, found["backward"], rows, forward=program.forward)
+    return Compiled(program, graph_module, metadata)

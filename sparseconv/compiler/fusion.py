@@ -68,6 +68,10 @@ def fuse_inference(module: GraphModule) -> None:
 def fuse_training(module: GraphModule) -> None:
     """Join a residual and a ReLU to the batch norm before them, in the forward and in the backward pass."""
     graph, place = module.graph, _places(module.graph)
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default:  # what autograd keeps of a result, for the backward pass
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     for relu in list(graph.nodes):
         if relu.target is not aten.relu.default:
             continue
@@ -108,8 +112,7 @@ def fuse_training(module: GraphModule) -> None:
 def _fuse_backward(graph: Graph, place: dict[Node, float], norm: Node, results: dict[Any, Node], residual: Any) -> None:
     """The gradient of the ReLU within that of the norm."""
     y = results[0]
-    same = [y, *(n for n in y.users if n.target is aten.detach.default)]
-    gates = [n for z in same for n in z.users if n.target is aten.threshold_backward.default and n.args[1:] == (z, 0)]
+    gates = [n for n in y.users if n.target is aten.threshold_backward.default and n.args[1:] == (y, 0)]
     if len(gates) != 1:
         return
     gate = gates[0]
@@ -121,13 +124,13 @@ def _fuse_backward(graph: Graph, place: dict[Node, float], norm: Node, results: 
         return
     if any(n is not back and place.get(n, 0) < place[gate] for n in gate.users):
         return
-    grad, x, weight, _, _, mean, std, count, training, eps, mask = back.args
+    _, x, weight, _, _, mean, std, count, training, eps, mask = back.args
     if not training:
         return
     with graph.inserting_before(gate):
         made = graph.call_function(
             own.batch_norm_act_back.default,
-            (grad, x, y, weight, norm.args[2], mean, std, count, eps, mask, residual is not None, 0.0),
+            (gate.args[0], x, y, weight, norm.args[2], mean, std, count, eps, mask, residual is not None, 0.0),
         )
         made.meta = {k: v for k, v in back.meta.items() if k != "val"}
         made.meta["val"] = (*value(back), value(gate))

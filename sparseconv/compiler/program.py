@@ -29,13 +29,17 @@ from sparseconv.geometry.fixed_grid import ROWS, FixedGrid
 from sparseconv.geometry.fixed_grid_io import fault_of
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.gpu.stream_mutex import StreamMutex
 from sparseconv.gpu.streams import reporting
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.torch_private import others_save, pieces
 
 #: over the rows of the largest scene so far, for those of the next
 ROOM = 1.25
 #: recordings of one program, after which scenes that do not fit run as they are
 MOST_RECORDINGS = 8
+#: results that are copied one by one; more have their place in one piece of memory
+FEW = 4
 #: captures to try for a graph whose memory is small, where it holds more than so many bytes
 TRIES, WORTH = 3, 2**27
 
@@ -48,10 +52,20 @@ class DoesNotFit(Exception):
 
 
 class Call:
-    """One run of a forward program over fixed arrays, which its backward program follows."""
+    """One run of a forward program, which its backward program follows.
 
-    def __init__(self, recording: Recording, counts: dict[str, int]) -> None:
+    Attributes:
+        recording: whose fixed arrays it ran over; None if it ran over the scene's own rows.
+        counts: numbers of live rows, by symbol.
+        tensors: what the backward program reads, by the name of its node: tensors that others see or that go with the
+            backward pass.
+        values: what it reads besides: numbers, grids, plans, and arrays of the recording.
+    """
+
+    def __init__(self, recording: Recording | None, counts: dict[str, int]) -> None:
         self.recording, self.counts = recording, counts
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.values: dict[str, Any] = {}
 
 
 class Program:
@@ -70,6 +84,8 @@ class Program:
         #: over the rows of the scene that a recording is made with, for coarser grids; more after each that did not fit
         self.room = ROOM
         self.broken: str | None = None
+        #: fixed arrays are those of one call at a time
+        self.turns = StreamMutex()
 
     @cached_property
     def is_random(self) -> bool:
@@ -89,29 +105,34 @@ class Program:
 
     # ---- calls
 
-    def run_forward(self, args: list[Any]) -> Any:
+    def run_forward(self, args: list[Any]) -> tuple[Sequence[Any], Call]:
+        """Results, and what `run_backward` reads."""
         self.calls += 1
         forward = self.forward
         assert forward is not None
-        if self.calls == 1 or forward.why_not is not None or self.broken is not None:
-            forward.learn(args)
-            return forward.dynamic(args)
-        given = list(args)
-        try:
-            results = forward.fixed(given)
-        except DoesNotFit as reason:
-            self.note(f"a scene ran as it is: {reason}")
-            forward.learn(args)
-            return forward.dynamic(args)
-        self.replays += 1
-        args.clear()
-        return results
+        trains = self.backward is not None
+        if self.calls > 1 and not (forward.why_not or self.broken or (trains and others_save())):
+            try:
+                with self.turns.on(forward.device):
+                    found = forward.fixed(args)
+            except DoesNotFit as reason:
+                self.note(f"a scene ran as it is: {reason}")
+            else:
+                self.replays += 1
+                return found
+        forward.learn(args)
+        return forward.dynamic(args)
 
-    def run_backward(self, args: list[Any]) -> Any:
+    def run_backward(self, call: Call, values: dict[str, Any], grads: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Gradients of the arguments, None for those that have none."""
         backward = self.backward
         assert backward is not None
-        call = backward.call_of(args)
-        return backward.dynamic(args) if call is None else backward.fixed_backward(args, call)
+        saved = backward.inputs[: len(backward.inputs) - len(grads)]
+        args = [*(values[node.name] for node in saved), *grads]
+        if call.recording is None:
+            return backward.module.forward(*args)
+        with self.turns.on(backward.device):
+            return _Run(backward, args).backward(call, call.recording)
 
 
 class Recording:
@@ -121,10 +142,11 @@ class Recording:
         capacity: by symbol, the rows of the arrays.
         counts: by symbol, the number of live rows on the device, (1,) int32; where it lies never changes.
         examples: by node, the grid that those of fixed size are made after.
-        held: by the name of a forward node, its value in fixed arrays.
-        saved: names of forward nodes whose values are saved in fixed arrays.
+        saved: what the backward program reads: nodes by whether their values are fixed, and those that replays leave
+            as they were; None before the first run.
+        in_arrays: inputs of the backward program that are fixed arrays, and what its regions make.
         pending: the call whose gradients are still to come.
-        static: by kind of results, those that a graph leaves in one place, by dtype, and places of the others.
+        static: by kind of results, those that a graph leaves in one place, by dtype and device, and places of the others.
         written: what is written after a call, and where, if both stay where they are.
         read_in_place: names of forward nodes whose tensors have been found where the graph reads them.
         regions: by segment.
@@ -135,13 +157,41 @@ class Recording:
         self.capacity: dict[str, int] = {}
         self.counts: dict[str, torch.Tensor] = {}
         self.examples: dict[Node, VoxelGrid] = {}
-        self.held: dict[str, Any] = {}
-        self.saved: set[str] = set()
+        self.saved: Saved | None = None
+        self.in_arrays: set[Node] = set()
         self.pending: weakref.ref[Call] | None = None
-        self.static: dict[str, tuple[dict[torch.dtype, Any], list[int]]] = {}
+        self.static: dict[str, tuple[dict[Any, Any], list[int]]] = {}
         self.written: dict[Any, Any] | None = None
         self.read_in_place: set[str] = set()
         self.regions: dict[Any, Region] = {}
+
+
+class Saved:
+    """How a recording hands over to its backward program."""
+
+    def __init__(self, run: _Run) -> None:
+        #: of values in fixed arrays, their nodes; of tensors of the caller's own or made outside of regions; of others
+        self.fixed: list[Node] = []
+        self.tensors: list[Node] = []
+        self.others: list[Node] = []
+        for node in run.graph.saved:
+            is_tensor = isinstance(run.arg(node), torch.Tensor)
+            if node in run.crossed or node in run.padded:
+                self.fixed.append(node)
+            else:
+                (self.tensors if is_tensor and node not in run.graph.handles else self.others).append(node)
+        #: values in fixed arrays, which replays of CUDA graphs leave where they are
+        self.values: dict[str, Any] | None = None
+
+    def keep(self, run: _Run, call: Call) -> None:
+        """Put a call's values where `Program.run_backward` finds them."""
+        values = self.values
+        if values is None:
+            values = {node.name: run.arg(node) for node in self.fixed}
+            if all(region.replay is not None for region in run.recording.regions.values()):
+                self.values = values
+        call.values = {**values, **{node.name: run.env[node] for node in self.others}}
+        call.tensors = {node.name: run.env[node] for node in self.tensors}
 
 
 class Region:
@@ -195,18 +245,19 @@ class Region:
                 if node in graph.handles:
                     self.handles.append(node)
                 elif found.is_cuda and not (
-                    graph.of_forward and node.name in recording.read_in_place | recording.saved
+                    graph.of_forward and (node in recording.in_arrays or node.name in recording.read_in_place)
                 ):
                     self.in_place.append(node)
                     self.addresses.append(found.data_ptr())
                     recording.read_in_place.add(node.name)
             else:
-                self.copied.append((node, found.detach().to(run.device(), copy=True)))
+                self.copied.append((node, found.detach().to(run.graph.device, copy=True)))
         #: the number of this replay, and live rows that the caller's tensors say; on a GPU, from pinned memory
-        device = run.device()
+        device = run.graph.device
         self.names = own
         self.header = torch.zeros(1 + len(own), dtype=torch.int32, device=device)
         self.header_there = torch.zeros(1 + len(own), dtype=torch.int32, pin_memory=self.on_gpu)
+        self.header_numbers = self.header_there.numpy()
         for i, name in enumerate(own):
             recording.counts[name] = self.header[1 + i : 2 + i]
         self.calls = 0
@@ -221,7 +272,7 @@ class Region:
     def load(self, run: _Run) -> None:
         """Put the values of a call where the graph reads them; raises DoesNotFit where they have no place there."""
         env = run.env
-        if [env[node].data_ptr() for node in self.in_place] != self.addresses:
+        if list(map(torch.Tensor.data_ptr, map(env.__getitem__, self.in_place))) != self.addresses:
             raise DoesNotFit("a parameter lies elsewhere now")
         for node, number in self.numbers:
             if env[node] != number:
@@ -242,14 +293,11 @@ class Region:
             before = self.filled.get(node, 0)
             array.narrow(axis, 0, rows).copy_(found)
             if rows < before and (poison or not found.is_floating_point()):
-                rest = array.narrow(axis, rows, before - rows)
-                rest.copy_(_dead(found, rest.shape, poison))
+                array.narrow(axis, rows, before - rows).fill_(_dead_value(found, poison))
             self.filled[node] = rows
             run.crossed[node] = array
         self.calls += 1
-        self.header_there[0] = self.calls
-        for i, name in enumerate(self.names):
-            self.header_there[1 + i] = run.host[name]
+        self.header_numbers[:] = [self.calls, *(run.host[name] for name in self.names)]
         self.header.copy_(self.header_there, non_blocking=True)
 
     def body(self, run: _Run) -> Any:
@@ -306,7 +354,7 @@ class Region:
 
         try:
             with torch.no_grad():
-                self.replay, self.values = graphs.graph_of(body, run.device(), TRIES, WORTH)
+                self.replay, self.values = graphs.graph_of(body, run.graph.device, TRIES, WORTH)
         except RuntimeError as error:
             # this call still runs over the arrays, since its gradients may read them; later ones do not
             run.program.broken = f"it cannot be captured: {str(error).splitlines()[0]}"
@@ -325,7 +373,7 @@ class Region:
             if self.reported is not None:
                 self.reported.synchronize()
             if self.reported is None or int(self.report[0]) != self.calls:
-                torch.cuda.current_stream(run.device()).synchronize()
+                torch.cuda.current_stream(run.graph.device).synchronize()
         numbers = self.report.tolist()[1:]
         for fault in numbers[: self.faults]:
             if fault:
@@ -363,9 +411,13 @@ def _put_back(state: list[tuple[Any, Any]]) -> None:
 
 def _dead(like: torch.Tensor, shape: Sequence[int], poison: bool) -> torch.Tensor:
     """An array of rows that are no voxels."""
+    return like.new_full(tuple(shape), _dead_value(like, poison))
+
+
+def _dead_value(like: torch.Tensor, poison: bool) -> float:
     if like.is_floating_point():
-        return like.new_full(tuple(shape), float("nan") if poison else 0.0)
-    return like.new_full(tuple(shape), 0 if like.dtype == torch.bool else -1)
+        return float("nan") if poison else 0.0
+    return 0 if like.dtype == torch.bool else -1
 
 
 class Pass:
@@ -376,7 +428,7 @@ class Pass:
         program: Program,
         graph_module: GraphModule,
         rows: Rows,
-        results: int | None,
+        results: int | None = None,
         static: Sequence[int] = (),
         forward: Pass | None = None,
     ) -> None:
@@ -385,25 +437,32 @@ class Pass:
         self.inputs = [n for n in self.nodes if n.op == "placeholder"]
         self.handles = {n for n in self.nodes if _is_handle(n)}
         self.output = next(n for n in self.nodes if n.op == "output")
+        #: what leaves the graph: results, or gradients; and what its backward graph reads
+        self.leaves: Sequence[Any] = self.output.args[0][:results]  # type: ignore[index,assignment]
+        self.saved: Sequence[Node] = () if results is None else self.output.args[0][results:]  # type: ignore
         self.rows = rows
         self.static = {n for i, n in enumerate(self.inputs) if i in static}
         self.of_forward = forward
+        devices = {value(n).device for n in self.inputs if isinstance(value(n), torch.Tensor)}
+        self.device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+        self.on_gpu = self.device.type == "cuda"
         self.stage = self._stages()
         self.segments = self._segments()
         self.is_captured = [any(_is_work(n) for n in s) for s in self.segments]
         self.why_not = self._why_not()
-        self.in_region = {n for s, c in zip(self.segments, self.is_captured) if c for n in s}
+        self.in_region: set[Node] = set()
         self.axes = self._axes()
         self.keys = [n for n in self.inputs if is_number(n) and self._is_key(n)]
         self.writes = [n for s, c in zip(self.segments, self.is_captured) if not c for n in s if _writes(n)]
+        self.counters = self._counters()
         self.conditions = [n for n in map(self._condition, self.nodes) if n is not None]
         self._drop_unread()
+        self.in_region |= {n for s, c in zip(self.segments, self.is_captured) if c for n in s}
 
     # ---- stages
 
     def _stages(self) -> dict[Node, int]:
         stage: dict[Node, int] = {}
-        on_gpu = any(isinstance(value(n), torch.Tensor) and value(n).is_cuda for n in self.inputs)
         for node in self.nodes:
             least = max((stage[n] for n in node.all_input_nodes), default=0)
             if node.op == "placeholder":
@@ -414,7 +473,7 @@ class Pass:
                 stage[node] = 0
             elif _is_symbolic(node) or node.target is operator.getitem:  # of several results, where they are
                 stage[node] = least
-            elif on_gpu and self._is_on_cpu(node):  # what a graph reads there would be part of it
+            elif self.on_gpu and self._is_on_cpu(node):  # what a graph reads there would be part of it
                 stage[node] = least + least % 2
             elif "unknown" in node.meta:
                 stage[node] = least + least % 2
@@ -477,6 +536,26 @@ class Pass:
                     found[node] = axis
         return found
 
+    def _counters(self) -> dict[Any, list[Node]]:
+        """Buffers that a call adds to, such as numbers of batches, by what it adds (see `_counted`): they are not part
+        of a region."""
+        found: dict[Any, list[Node]] = {}
+        for write in list(self.writes):
+            target, added = write.args[:2]
+            if (
+                isinstance(added, Node)
+                and added.target is aten.add.Tensor
+                and added.args[0] is target
+                and not added.kwargs
+                and len(added.users) == 1
+                and value(added).dtype == value(target).dtype
+                and (number := _counted(added.args[1])) is not None
+            ):
+                found.setdefault(number, []).append(target)
+                self.writes.remove(write)
+                self.segments[self.stage[added]].remove(added)
+        return found
+
     def _is_key(self, node: Node) -> bool:
         names = symbols(value(node))
         return bool(names & self.rows.keys) and not names & self.rows.symbols
@@ -507,10 +586,13 @@ class Pass:
 
     # ---- over the scene's own rows
 
-    def dynamic(self, args: list[Any]) -> Any:
-        given = list(args)
-        args.clear()
-        return self.module.forward(*given)
+    def dynamic(self, args: list[Any]) -> tuple[Sequence[Any], Call]:
+        found = self.module.forward(*args)
+        call = Call(None, {})
+        for node, made in zip(self.saved, found[self.results :]):
+            is_tensor = isinstance(made, torch.Tensor) and node not in self.handles
+            (call.tensors if is_tensor else call.values)[node.name] = made
+        return found[: self.results], call
 
     def learn(self, args: Sequence[Any]) -> None:
         """How many rows there are."""
@@ -535,7 +617,7 @@ class Pass:
                 raise DoesNotFit(f"there are {MOST_RECORDINGS} recordings already")
             recording = program.recordings[key] = Recording(program)
             program.made += 1
-        if self.results is not None and recording.pending is not None and recording.pending() is not None:
+        if recording.pending is not None and recording.pending() is not None:
             raise DoesNotFit("the gradients of the call before are still to come")
         try:
             return run.forward(recording)
@@ -545,18 +627,19 @@ class Pass:
                 program.room *= ROOM
             raise
 
-    def call_of(self, args: Sequence[Any]) -> Call | None:
-        """The forward run that these were saved by, None where it ran over the scene's own rows."""
-        for node, arg in zip(self.inputs, args):
-            if node in self.handles:
-                held = own_of(arg)
-                return held if isinstance(held, Call) else None
-        return None
 
-    def fixed_backward(self, args: list[Any], call: Call) -> Any:
-        given = list(args)
-        args.clear()
-        return _Run(self, given).backward(call)
+def _counted(number: Any) -> Any:
+    """What is added to a counter: a number, or a symbol and n for 1 where there are more than n rows; else None."""
+    if isinstance(number, int):
+        return number
+    chain = []
+    for target in (aten._to_copy.default, aten.select.int, aten.gt.Scalar):
+        if not isinstance(number, Node) or number.target is not target:
+            return None
+        chain.append(number)
+        number = number.args[0]
+    name = number.meta.get("rows") if isinstance(number, Node) else None
+    return None if name is None or value(chain[1]).ndim else (name, chain[2].args[1])
 
 
 def _fills(node: Any) -> bool:
@@ -613,7 +696,7 @@ class _Run:
         #: numbers of live rows, by symbol
         self.host: dict[str, int] = {}
         self.grids: list[FixedGrid] = []
-        self.on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+        self.on_gpu = graph.on_gpu
         #: values of the caller as regions read them
         self.crossed: dict[Node, Any] = {}
         #: by node: handles of ordinary grids and plans in place of those over arrays
@@ -631,7 +714,7 @@ class _Run:
 
     # ---- forward
 
-    def forward(self, recording: Recording) -> Any:
+    def forward(self, recording: Recording) -> tuple[list[Any], Call]:
         self.recording = recording
         graph = self.graph
         self._segments()
@@ -642,21 +725,22 @@ class _Run:
             if not _evaluate(value(condition), {**self._known(), **self.host}):
                 raise DoesNotFit(f"{value(condition)} does not hold")
         call = Call(recording, dict(self.host))
-        out: Any = graph.output.args[0]
-        first = len(out) if graph.results is None else graph.results
-        ticket = None
-        if any(node in graph.handles for node in out[first:]):
-            ticket = handle((call,))
+        results = self._results(graph.leaves, "results")
+        if recording.saved is None:
+            recording.saved = Saved(self)
+        recording.saved.keep(self, call)
+        if self.program.backward is not None:
             recording.pending = weakref.ref(call)
-        results = self._results(out[:first], "results")
-        # without a handle the backward program could not tell whose arrays these are: it gets the scene's own rows
-        saved = out[first:]
-        results += self._results(saved, "saved") if ticket is None else [self._saved(node, ticket) for node in saved]
         self._write()  # the scene fits: nothing is left that could raise
-        return results
+        return results, call
 
     def _write(self) -> None:
         """Write what the call leaves behind, such as running statistics."""
+        for number, counters in self.graph.counters.items():
+            if not isinstance(number, int):
+                name, least = number
+                number = int(self.host[name] > least)
+            torch._foreach_add_([self.env[n] for n in counters], number)
         written = self.recording.written
         if written is None:
             written = {}
@@ -702,17 +786,6 @@ class _Run:
             region.settle(self)
         self.unsettled = []
 
-    def _saved(self, node: Any, ticket: Any) -> Any:
-        """What the backward program is given: arrays of fixed capacity, where the region made or read them."""
-        if not isinstance(node, Node):
-            return node
-        if node in self.graph.handles:
-            self.recording.held[node.name] = self.env[node]
-            return ticket
-        if node in self.crossed or node in self.padded:
-            self.recording.saved.add(node.name)
-        return self.arg(node)
-
     def _results(self, nodes: Sequence[Any], kind: str) -> list[Any]:
         """Values as the caller gets them: none of them in the memory of the graph."""
         static = self.recording.static.get(kind)
@@ -720,7 +793,8 @@ class _Run:
             static = self.recording.static[kind] = {}, []
             for i, node in enumerate(nodes):
                 if isinstance(node, Node) and self._stays(node):
-                    places, tensors = static[0].setdefault(self.env[node].dtype, ([], []))
+                    made = self.env[node]
+                    places, tensors = static[0].setdefault((made.dtype, made.device), ([], []))
                     places.append(i)
                     tensors.append(self.env[node])
                 else:
@@ -732,8 +806,12 @@ class _Run:
             if isinstance(made, torch.Tensor) and node in self.padded and node not in self.graph.handles:
                 made = made.clone()
             found[i] = made
-        for dtype, (places, tensors) in static[0].items():  # few launches for all of them
-            copies: Any = torch._foreach_mul(tensors, 1.0) if dtype.is_floating_point else map(torch.clone, tensors)
+        for places, tensors in static[0].values():
+            if len(tensors) < FEW:
+                copies: Sequence[torch.Tensor] = [t.clone() for t in tensors]
+            else:  # few launches for all of them, and one piece of memory
+                copies = pieces(tensors[0].new_empty(sum(t.numel() for t in tensors)), tensors)
+                torch._foreach_copy_(list(copies), tensors)
             for i, copy in zip(places, copies):
                 found[i] = copy
         return found
@@ -835,7 +913,7 @@ class _Run:
             return self._grid(node, args)
         else:
             found = target(*args, **torch.fx.map_arg(node.kwargs, self.arg))
-            if is_own(node, "convolve") and self.graph.results is not None:
+            if is_own(node, "convolve") and self.graph.saved:
                 held_by(args[0], ConvolutionPlan).kernel_map.list_pairs()  # its fault is known before results leave
             if is_own(node, "target"):
                 name = symbol(value(node)[1].shape[0])
@@ -915,19 +993,15 @@ class _Run:
 
     # ---- backward
 
-    def backward(self, call: Call) -> Any:
-        self.recording, graph = call.recording, self.graph
+    def backward(self, call: Call, recording: Recording) -> list[Any]:
+        self.recording, graph = recording, self.graph
         self.host = dict(call.counts)
-        for node in graph.inputs:
-            if node in self.graph.handles:
-                self.env[node] = self.recording.held[node.name]
-        self.padded = graph.in_region | {n for n in graph.inputs if n.name in self.recording.saved}
+        if not recording.in_arrays:
+            names = {node.name for node in recording.saved.fixed} if recording.saved else set()
+            recording.in_arrays = graph.in_region | {n for n in graph.inputs if n.name in names}
+        self.padded = recording.in_arrays
         self._segments()
-        return self._results(graph.output.args[0], "gradients")  # type: ignore[arg-type]
-
-    def device(self) -> torch.device:
-        places = [t.device for t in self.env.values() if isinstance(t, torch.Tensor)]
-        return next((d for d in places if d.type != "cpu"), places[0])
+        return self._results(graph.leaves, "gradients")
 
 
 def _evaluate(number: Any, known: dict[str, int]) -> Any:

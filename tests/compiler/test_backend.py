@@ -229,3 +229,109 @@ def test_unknown_options_are_refused() -> None:
     module = Head(lambda m, y: y).double()
     with pytest.raises(Exception, match="options"):
         torch.compile(module, backend="sparseconv", options={"poisson": True})(scene(0, 50))
+
+
+def trained(call: Any, module: torch.nn.Module, x: sc.SparseTensor, around: Any = None) -> list[torch.Tensor]:
+    """Result and gradients of one step, whose forward pass is called within ``around``."""
+    module.zero_grad(set_to_none=True)
+    features = x.features.clone().requires_grad_()
+
+    def run(features: torch.Tensor) -> torch.Tensor:
+        found = call(sc.SparseTensor(x.grid, features))
+        return found if isinstance(found, torch.Tensor) else found.features
+
+    y = run(features) if around is None else around(run, features)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+    return [y.detach(), features.grad, *(p.grad for p in module.parameters())]  # type: ignore[list-item]
+
+
+def checkpointed(run: Any, features: torch.Tensor) -> torch.Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(run, features, use_reentrant=False)
+
+
+def on_cpu(run: Any, features: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return run(features)
+
+
+@pytest.mark.parametrize("around", [checkpointed, on_cpu])
+def test_what_others_save_is_what_eager_calls_save(around: Any) -> None:
+    module = Head(lambda m, y: y).double()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="sparseconv")
+    for seed, voxels in enumerate(SIZES):
+        x = scene(seed, voxels)
+        for mine, other in zip(trained(compiled, module, x, around), trained(eager, eager, x, around)):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+        for mine, other in zip(trained(compiled, module, x), trained(eager, eager, x)):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_that_are_asked_for_twice() -> None:
+    module = Head(lambda m, y: y).double()
+    compiled = torch.compile(module, backend="sparseconv")
+    for seed, voxels in enumerate(SIZES):
+        module.zero_grad(set_to_none=True)
+        loss = compiled(scene(seed, voxels)).features.square().sum()
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in module.parameters()]  # type: ignore[union-attr]
+        loss.backward()
+        for grad, p in zip(once, module.parameters()):
+            torch.testing.assert_close(p.grad, 2 * grad)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+def test_a_weight_that_is_written_to_before_the_backward_pass_is_an_error() -> None:
+    module = Head(lambda m, y: y).double()
+    compiled = torch.compile(module, backend="sparseconv")
+    for seed, voxels in enumerate(SIZES):
+        x = scene(seed, voxels)
+        loss = compiled(sc.SparseTensor(x.grid, x.features.requires_grad_())).features.square().sum()
+        with torch.no_grad():
+            module.conv.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+VIEWS: dict[str, Any] = {
+    "of a result": lambda m, y: (y.features, y.features[:, :2]),
+    "of an argument": lambda m, y: (y.features, y.grid.coords[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_results_that_share_memory_run_eagerly(name: str) -> None:
+    module = compare(lambda: Head(VIEWS[name]), trains=True, replays=False)
+    assert "runs eagerly: result" in nn.explain(module)
+
+
+def test_an_argument_among_the_results_is_that_argument() -> None:
+    module = Head(lambda m, y: y.features)
+    compiled = torch.compile(lambda x, more: (module(x), more), backend="sparseconv")
+    for seed, voxels in enumerate(SIZES):
+        x, more = scene(seed, voxels), torch.randn(3, requires_grad=True)
+        x = sc.SparseTensor(x.grid, x.features.float())
+        y, same = compiled(x, more)
+        assert same is more
+        y.sum().backward()
+
+
+def test_threads_take_turns() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    module = Head(lambda m, y: y.features).double().eval()
+    compiled = torch.compile(module, backend="sparseconv")
+    scenes = [scene(seed, 200 + 10 * seed) for seed in range(8)]
+    with torch.no_grad():
+        expected = [module(x) for x in scenes]
+        compiled(scenes[-1]), compiled(scenes[-1])
+
+    def call(number: int) -> bool:
+        with torch.no_grad():
+            return torch.allclose(compiled(scenes[number % 8]), expected[number % 8])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(call, range(64)))
