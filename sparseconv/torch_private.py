@@ -185,8 +185,8 @@ def graph_metadata() -> Any:
 
 
 def graph_results(metadata: Any) -> str | tuple[list[int | None], list[bool]]:
-    """What AOTAutograd found out about the results of a graph: of each, the argument that it is, if it is one, and whether
-    it is differentiated; or why they are not the graph's own results alone."""
+    """What AOTAutograd found out about the results of a graph: of each, the argument that it is, if it is one, and
+    whether it is differentiated; or why they are not the graph's own results alone."""
     written = metadata.mutated_inp_runtime_indices
     if written:
         return f"argument {written[0]} is written to, and has gradients or gets another shape"

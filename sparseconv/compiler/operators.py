@@ -264,7 +264,8 @@ def _plan(
     size: dict[str, Any] = {"stride": tuple(stride), "dilation": tuple(dilation)}
     if outputs.startswith("within"):
         window = {"padding": tuple(padding or ()), "generative": outputs.endswith("generative"), **size}
-        plan = _plan_within(grid, shape, tuple(kernel_size or ()), window)
+        ends = getattr(running, "ends", None) if grid.count is not None else None
+        plan = _plan_within(grid, shape, tuple(kernel_size or ()), window, ends)
     else:
         rank, axes = grid.rank, tuple(extent or ())
         box = IndexRange(axes[:rank], axes[rank:]) if axes else None
@@ -286,22 +287,25 @@ def _plan(
     return handle((plan, grid, plan.target))  # a plan that its grid keeps does not keep that grid
 
 
-def _plan_within(grid: VoxelGrid, shape: Sequence[int], kernel: Ints, window: dict[str, Any]) -> ConvolutionPlan:
-    """`plan_within`; without a shape, within that of a dense layer on the voxels' own extent."""
-    if len(shape):
+def _plan_within(
+    grid: VoxelGrid, shape: Sequence[int], kernel: Ints, window: dict[str, Any], ends: torch.Tensor | None
+) -> ConvolutionPlan:
+    """`plan_within`; without a shape, within that of a dense layer on the voxels' own extent. Over arrays of fixed
+    capacity ``ends`` is the shape of the scene at hand, on the device."""
+    if len(shape) and ends is None:
         return plan_within(grid, tuple(shape), kernel, **window)
     size = window["stride"], window["padding"], window["dilation"]
     cells = dense_shape(grid.extent.end, kernel, *size)
     if min(cells) < 1:
         options = {name: window[name] for name in ("stride", "padding", "dilation")}
         return shared_plan(grid, kernel, target=VoxelGrid(grid.coords[:0], grid.batch_size), **options)
-    ends = None
-    if grid.count is not None:  # of the scene in an array of fixed capacity, whose extent is a box around it
+    if grid.count is not None and ends is None:  # the extent of an array of fixed capacity is a box around the scene
         last = grid.coords[:, 1:].amax(0)
         taps = ((k - 1) * d for k, d in zip(kernel, size[2]))
         steps = [(2 * p - w, s) for p, w, s in zip(size[1], taps, size[0])]
         more, step = (row(numbers, last) for numbers in zip(*steps))
-        ends = (torch.div(last + more, step, rounding_mode="floor") + 1).int()
+        found = (torch.div(last + more, step, rounding_mode="floor") + 1).int()
+        ends = grid.derived.setdefault(("ends", kernel, *size), found)
     return plan_within(grid, cells, kernel, ends=ends, **window)
 
 

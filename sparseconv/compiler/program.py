@@ -146,9 +146,10 @@ class Recording:
             as they were; None before the first run.
         in_arrays: inputs of the backward program that are fixed arrays, and what its regions make.
         pending: the call whose gradients are still to come.
-        static: by kind of results, those that a graph leaves in one place, by dtype and device, and places of the others.
+        static: by kind of results, those that a graph leaves in one place, by dtype and device, and places of others.
         written: what is written after a call, and where, if both stay where they are.
         read_in_place: names of forward nodes whose tensors have been found where the graph reads them.
+        ends: by plan: the spatial shape of the scene at hand, on the device.
         regions: by segment.
     """
 
@@ -163,6 +164,7 @@ class Recording:
         self.static: dict[str, tuple[dict[Any, Any], list[int]]] = {}
         self.written: dict[Any, Any] | None = None
         self.read_in_place: set[str] = set()
+        self.ends: dict[Node, torch.Tensor] = {}
         self.regions: dict[Any, Region] = {}
 
 
@@ -219,13 +221,15 @@ class Region:
         self.rows: list[tuple[Node, torch.Tensor, int, str]] = []
         self.filled: dict[Node, int] = {}
         own: list[str] = []
+        #: plans onto the voxels within a spatial shape that changes from scene to scene
+        self.plans = [node for node in segment if _is_within(node)]
         for node in dict.fromkeys(n for user in segment for n in user.all_input_nodes if n not in inside):
             found, known = run.arg(node), value(node)
             if not isinstance(found, torch.Tensor):
                 name = symbol(known) if is_number(node) else None
                 if name in rows.symbols and name is not None and node not in run.padded:
                     self.sizes.append((node, name))
-                elif node not in run.padded:
+                elif node not in run.padded and not all(_is_shape(user, node) for user in node.users if user in inside):
                     self.numbers.append((node, found))
                 continue
             axis = None if node in run.padded or node in graph.handles else rows.axis(known)
@@ -252,14 +256,19 @@ class Region:
                     recording.read_in_place.add(node.name)
             else:
                 self.copied.append((node, found.detach().to(run.graph.device, copy=True)))
-        #: the number of this replay, and live rows that the caller's tensors say; on a GPU, from pinned memory
+        #: the number of this replay, live rows that the caller's tensors say, and shapes; on a GPU, from pinned memory
         device = run.graph.device
         self.names = own
-        self.header = torch.zeros(1 + len(own), dtype=torch.int32, device=device)
-        self.header_there = torch.zeros(1 + len(own), dtype=torch.int32, pin_memory=self.on_gpu)
+        places = 1 + len(own) + sum(len(plan.args[8]) for plan in self.plans)
+        self.header = torch.zeros(places, dtype=torch.int32, device=device)
+        self.header_there = torch.zeros(places, dtype=torch.int32, pin_memory=self.on_gpu)
         self.header_numbers = self.header_there.numpy()
         for i, name in enumerate(own):
             recording.counts[name] = self.header[1 + i : 2 + i]
+        at = 1 + len(own)
+        for plan in self.plans:
+            recording.ends[plan] = self.header[at : at + len(plan.args[8])]
+            at += len(plan.args[8])
         self.calls = 0
         #: what the graph makes: values that others read, live rows by symbol; and whether scenes fit
         self.values: dict[Node, Any] = {}
@@ -297,7 +306,10 @@ class Region:
             self.filled[node] = rows
             run.crossed[node] = array
         self.calls += 1
-        self.header_numbers[:] = [self.calls, *(run.host[name] for name in self.names)]
+        shapes = [env[n] if isinstance(n, Node) else n for plan in self.plans for n in plan.args[8]]
+        if any(cells < 1 for cells in shapes):
+            raise DoesNotFit(f"a spatial shape without a cell, {shapes}")
+        self.header_numbers[:] = [self.calls, *(run.host[name] for name in self.names), *shapes]
         self.header.copy_(self.header_there, non_blocking=True)
 
     def body(self, run: _Run) -> Any:
@@ -463,6 +475,7 @@ class Pass:
 
     def _stages(self) -> dict[Node, int]:
         stage: dict[Node, int] = {}
+        read_by_host = self._read_by_host()
         for node in self.nodes:
             least = max((stage[n] for n in node.all_input_nodes), default=0)
             if node.op == "placeholder":
@@ -471,6 +484,8 @@ class Pass:
                 stage[node] = least + least % 2
             elif node.op == "get_attr" or (_is_symbolic(node) and least == 0):
                 stage[node] = 0
+            elif node in read_by_host:
+                stage[node] = least + least % 2
             elif _is_symbolic(node) or node.target is operator.getitem:  # of several results, where they are
                 stage[node] = least
             elif self.on_gpu and self._is_on_cpu(node):  # what a graph reads there would be part of it
@@ -485,6 +500,23 @@ class Pass:
             if _fills(node) and node.users:
                 stage[node] = min(stage[user] for user in node.users)
         return stage
+
+    def _read_by_host(self) -> set[Node]:
+        """Numbers that are read from tensors, and what is computed for them alone: a graph cannot wait for the CPU."""
+        found: set[Node] = set()
+        for node in reversed(self.nodes):
+            if node.target is aten._local_scalar_dense.default:
+                found.add(node)
+            elif (
+                node.op == "call_function"
+                and isinstance(v := value(node), torch.Tensor)
+                and not is_own(node)
+                and node.users
+                and all(user in found for user in node.users)
+                and not any(symbols(size) & self.rows.symbols for size in v.shape)
+            ):
+                found.add(node)
+        return found
 
     def _is_on_cpu(self, node: Node) -> bool:
         v = value(node)
@@ -626,6 +658,19 @@ class Pass:
                 del program.recordings[key]
                 program.room *= ROOM
             raise
+
+
+def _is_within(node: Any) -> bool:
+    """Whether a node is a plan onto the voxels within a spatial shape that the program does not know."""
+    return is_own(node, "plan") and node.args[7] == "within" and any(is_number(n) for n in node.args[8])
+
+
+def _is_shape(user: Any, number: Any) -> bool:
+    """Whether a node reads a number as a spatial shape alone, for which every scene may have its own."""
+    if is_own(user, "inside"):
+        return True
+    others = (*user.args[:8], *user.args[9:]) if _is_within(user) else ()
+    return bool(others) and number not in others
 
 
 def _counted(number: Any) -> Any:
@@ -912,7 +957,9 @@ class _Run:
         elif is_own(node, "grid"):
             return self._grid(node, args)
         else:
+            running.ends = self.recording.ends.get(node)
             found = target(*args, **torch.fx.map_arg(node.kwargs, self.arg))
+            running.ends = None
             if is_own(node, "convolve") and self.graph.saved:
                 held_by(args[0], ConvolutionPlan).kernel_map.list_pairs()  # its fault is known before results leave
             if is_own(node, "target"):

@@ -63,7 +63,7 @@ def plan_within(
     box = IndexRange.of_shape(per_axis(shape, grid.rank, "shape"))
     if box.size == 0:
         raise ValueError(f"a window of {size} leaves no cell of the output: its shape would be {tuple(shape)}")
-    key = ("within", box.shape, generative, *size.values())
+    key = ("within", box.shape, generative, *size.values(), *(() if ends is None else (ends.data_ptr(),)))
     plan = grid.derived.get(key)
     if plan is None:
         kernel, step, pad, gap = size.values()
