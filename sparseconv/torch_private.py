@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -70,8 +70,6 @@ JVP: Any = private("_C._functorch.TransformType.Jvp", None)
 is_wrapped: Callable[[torch.Tensor], bool] = private("_C._functorch.is_functorch_wrapped_tensor", lambda t: False)
 is_batched: Callable[[torch.Tensor], bool] = private("_C._functorch.is_batchedtensor", lambda t: False)
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = private("_C._functorch.get_unwrapped", lambda t: t)
-#: what a transform that has ended wrapped, else the tensor given; None where torch alone can tell
-unwrap_dead: Callable[[torch.Tensor], torch.Tensor] | None = private("_C._functorch.unwrap_if_dead", None)
 #: whether a tensor is a batch of cotangents, of torch.autograd.grad(is_grads_batched=True); it has no memory to read
 is_batch_of_cotangents: Callable[[torch.Tensor], bool] = private(
     "_C._functorch.is_legacy_batchedtensor", lambda t: False
@@ -125,6 +123,31 @@ def tracing() -> bool:
 
 #: the class of torch's operators, as nodes of a traced graph name them
 operator_kind: Any = type(torch.ops.aten.add.Tensor)
+
+
+def leave_to_python(why: str) -> None:
+    """Called by what torch.compile cannot trace: the frame that it traces, and all that this calls, run eagerly."""
+    from torch._dynamo import exc, types
+
+    skipped = exc.SkipFrame(why)
+    skipped.frame_exec_strategy = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)
+    raise skipped
+
+
+#: Dynamo runs such a function while it traces; see torch.compiler.assume_constant_result
+leave_to_python._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def errors_are_eager() -> Iterator[None]:
+    """Within it, a frame that torch.compile fails to trace runs eagerly, and a warning in the log says why."""
+    config: Any = sys.modules["torch._dynamo"].config
+    before = config.suppress_errors
+    config.suppress_errors = True
+    try:
+        yield
+    finally:
+        config.suppress_errors = before
 
 
 def check_in_trace(*holds: Any) -> None:
@@ -254,14 +277,6 @@ clear_workspaces: Callable[[], None] = private("_C._cuda_clearCublasWorkspaces",
 #: whether fp32 products may be in TF32
 allows_tf32: Callable[[], bool] = private(
     "_C._get_cublas_allow_tf32", lambda: bool(torch.backends.cuda.matmul.allow_tf32)
-)
-#: copy tensors into those of another list, by one kernel on a card where torch can
-copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private(
-    "_foreach_copy_", lambda into, others: [a.copy_(b) for a, b in zip(into, others)]
-)
-#: add a number to each of many tensors, by one kernel on a card where torch can
-add_each: Callable[[list[torch.Tensor], int], None] = private(
-    "_foreach_add_", lambda tensors, number: [t.add_(number) for t in tensors]
 )
 #: multiply each of many tensors by one number on their device, by one kernel on a card where torch can
 multiply_each: Callable[[list[torch.Tensor], torch.Tensor], None] = private(

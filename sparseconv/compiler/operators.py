@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from sparseconv.checks import check_choice, row
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints
 from sparseconv.operators import checked_convolution, checked_weight_gradient
@@ -223,7 +224,10 @@ def _standardise_items(grid: torch.Tensor, x: torch.Tensor, groups: int, eps: fl
 def _inside(grid: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """The same grid, where its voxels lie in [0, shape)."""
     found = held_by(grid, VoxelGrid)
-    if found.count is None and len(found):  # an array of fixed capacity has a box of its own
+    if isinstance(found, FixedGrid):  # a scene that does not end there runs eagerly, which raises the error
+        if (ends := getattr(running, "ends", None)) is not None:
+            found.end_at(ends)
+    elif len(found):
         extent = found.extent
         if not IndexRange.of_shape(tuple(shape)).encloses(extent):
             raise ValueError(

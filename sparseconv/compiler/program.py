@@ -149,7 +149,7 @@ class Recording:
         static: by kind of results, those that a graph leaves in one place, by dtype and device, and places of others.
         written: what is written after a call, and where, if both stay where they are.
         read_in_place: names of forward nodes whose tensors have been found where the graph reads them.
-        ends: by plan: the spatial shape of the scene at hand, on the device.
+        ends: by node: the spatial shape of the scene at hand, on the device.
         regions: by segment.
     """
 
@@ -221,15 +221,17 @@ class Region:
         self.rows: list[tuple[Node, torch.Tensor, int, str]] = []
         self.filled: dict[Node, int] = {}
         own: list[str] = []
-        #: plans onto the voxels within a spatial shape that changes from scene to scene
-        self.plans = [node for node in segment if _is_within(node)]
+        #: what reads a spatial shape, which may change from scene to scene, and that shape
+        self.shapes = {node: shape for node in segment if (shape := _shape_of(node))}
         for node in dict.fromkeys(n for user in segment for n in user.all_input_nodes if n not in inside):
             found, known = run.arg(node), value(node)
             if not isinstance(found, torch.Tensor):
                 name = symbol(known) if is_number(node) else None
                 if name in rows.symbols and name is not None and node not in run.padded:
                     self.sizes.append((node, name))
-                elif node not in run.padded and not all(_is_shape(user, node) for user in node.users if user in inside):
+                elif node not in run.padded and not all(
+                    node in _shape_of(user) for user in node.users if user in inside
+                ):
                     self.numbers.append((node, found))
                 continue
             axis = None if node in run.padded or node in graph.handles else rows.axis(known)
@@ -259,16 +261,16 @@ class Region:
         #: the number of this replay, live rows that the caller's tensors say, and shapes; on a GPU, from pinned memory
         device = run.graph.device
         self.names = own
-        places = 1 + len(own) + sum(len(plan.args[8]) for plan in self.plans)
+        places = 1 + len(own) + sum(map(len, self.shapes.values()))
         self.header = torch.zeros(places, dtype=torch.int32, device=device)
         self.header_there = torch.zeros(places, dtype=torch.int32, pin_memory=self.on_gpu)
         self.header_numbers = self.header_there.numpy()
         for i, name in enumerate(own):
             recording.counts[name] = self.header[1 + i : 2 + i]
         at = 1 + len(own)
-        for plan in self.plans:
-            recording.ends[plan] = self.header[at : at + len(plan.args[8])]
-            at += len(plan.args[8])
+        for node, shape in self.shapes.items():
+            recording.ends[node] = self.header[at : at + len(shape)]
+            at += len(shape)
         self.calls = 0
         #: what the graph makes: values that others read, live rows by symbol; and whether scenes fit
         self.values: dict[Node, Any] = {}
@@ -306,7 +308,7 @@ class Region:
             self.filled[node] = rows
             run.crossed[node] = array
         self.calls += 1
-        shapes = [env[n] if isinstance(n, Node) else n for plan in self.plans for n in plan.args[8]]
+        shapes = [env[n] if isinstance(n, Node) else n for shape in self.shapes.values() for n in shape]
         if any(cells < 1 for cells in shapes):
             raise DoesNotFit(f"a spatial shape without a cell, {shapes}")
         self.header_numbers[:] = [self.calls, *(run.host[name] for name in self.names), *shapes]
@@ -505,9 +507,7 @@ class Pass:
         """Numbers that are read from tensors, and what is computed for them alone: a graph cannot wait for the CPU."""
         found: set[Node] = set()
         for node in reversed(self.nodes):
-            if node.target is aten._local_scalar_dense.default:
-                found.add(node)
-            elif (
+            if node.target is aten._local_scalar_dense.default or (
                 node.op == "call_function"
                 and isinstance(v := value(node), torch.Tensor)
                 and not is_own(node)
@@ -583,7 +583,7 @@ class Pass:
                 and value(added).dtype == value(target).dtype
                 and (number := _counted(added.args[1])) is not None
             ):
-                found.setdefault(number, []).append(target)
+                found.setdefault(number, []).append(target)  # type: ignore[arg-type]
                 self.writes.remove(write)
                 self.segments[self.stage[added]].remove(added)
         return found
@@ -660,17 +660,12 @@ class Pass:
             raise
 
 
-def _is_within(node: Any) -> bool:
-    """Whether a node is a plan onto the voxels within a spatial shape that the program does not know."""
-    return is_own(node, "plan") and node.args[7] == "within" and any(is_number(n) for n in node.args[8])
-
-
-def _is_shape(user: Any, number: Any) -> bool:
-    """Whether a node reads a number as a spatial shape alone, for which every scene may have its own."""
-    if is_own(user, "inside"):
-        return True
-    others = (*user.args[:8], *user.args[9:]) if _is_within(user) else ()
-    return bool(others) and number not in others
+def _shape_of(node: Any) -> Sequence[Any]:
+    """The spatial shape that a node reads, for which every scene may have its own."""
+    if is_own(node, "inside"):
+        return node.args[1]
+    is_within = is_own(node, "plan") and node.args[7] == "within" and any(is_number(n) for n in node.args[8])
+    return node.args[8] if is_within else ()
 
 
 def _counted(number: Any) -> Any:

@@ -192,7 +192,9 @@ class Rows:
     # ---- axes
 
     def axis(self, tensor: Any) -> Axis | None:
-        """The row axis of a tensor, None where it has none."""
+        """The row axis of a tensor, None where it has none, and of a result that nobody reads."""
+        if tensor is None:
+            return None
         found = None
         for a, size in enumerate(tensor.shape):
             names = symbols(size)

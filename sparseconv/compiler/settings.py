@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.torch_private import any_module_hook
+from sparseconv.torch_private import any_module_hook, leave_to_python
 
 #: what Dynamo must do for programs of this library
 WANTED: dict[str, Any] = {
@@ -28,7 +28,7 @@ def while_tracing() -> None:
 
     Other backends trace as they please.
     """
-    from torch._dynamo import exc, symbolic_convert, types
+    from torch._dynamo import symbolic_convert
 
     compiler: Any = symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
     while (inner := getattr(compiler, "_torchdynamo_orig_backend", getattr(compiler, "compiler_fn", None))) is not None:
@@ -36,9 +36,7 @@ def while_tracing() -> None:
     if getattr(compiler, "__module__", None) != f"{__package__}.backend":
         return
     if any_module_hook():
-        skipped = exc.SkipFrame("a hook is called around every module")
-        skipped.frame_exec_strategy = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)
-        raise skipped
+        leave_to_python("a hook is called around every module")
     as_settled()
 
 

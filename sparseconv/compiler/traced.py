@@ -227,12 +227,14 @@ def _of_the_grid(name: str) -> Any:
     """An attribute that nobody knows while torch traces, and that the grid itself has afterwards."""
 
     def found(self: TracedGrid) -> Any:
-        if not tracing():
-            return getattr(self.real, name)
-        raise ValueError(
-            "while torch traces, nobody knows where voxels lie or how many there are: give the shape or extent that is "
-            "asked for, and leave what counts voxels to the caller"
-        )
+        if tracing():
+            if exporting() or not torch.compiler.is_dynamo_compiling():
+                raise ValueError(
+                    "while torch traces, nobody knows where voxels lie or how many there are: give the shape or extent "
+                    "that is asked for, and leave what counts voxels to the caller"
+                )
+            torch._dynamo.graph_break("this asks where voxels lie")
+        return getattr(self.real, name)
 
     return property(found)
 
@@ -323,10 +325,14 @@ class TracedPlan:
 
     @property
     def kernel_map(self) -> Any:
-        raise ValueError(
-            "while torch.export traces there are no edges to look at: an exported network may convolve, pool and look "
-            "voxels up; what reads kernel maps runs before or after it"
-        )
+        if tracing():
+            if exporting() or not torch.compiler.is_dynamo_compiling():
+                raise ValueError(
+                    "while torch.export traces there are no edges to look at: an exported network may convolve, pool "
+                    "and look voxels up; what reads kernel maps runs before or after it"
+                )
+            torch._dynamo.graph_break("this looks at the edges of a kernel map")
+        return self.real.kernel_map
 
     @property
     def real(self) -> ConvolutionPlan:

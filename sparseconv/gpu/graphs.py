@@ -151,11 +151,6 @@ def least_memory(
     return capture({stream: cut.best for stream, cut in cuts.items()})
 
 
-def held_bytes(graph: torch.cuda.CUDAGraph) -> int:
-    """Bytes of the GPU that a graph holds as long as it lives, with others of its pool."""
-    return sum(segment["total_size"] for segment in _segments(graph))
-
-
 def _held(graph: torch.cuda.CUDAGraph) -> dict[int, int]:
     """Bytes of large arrays that a graph holds for each stream."""
     held: dict[int, int] = {}

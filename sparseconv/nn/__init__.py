@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from sparseconv.nn.accelerated import accelerate, capture, explain, release
 from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.attention.serialized import RelativePositionBias, SerializedAttention
 from sparseconv.nn.attention.windowed import WindowAttention
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
 from sparseconv.nn.captured_step import capture_step
-from sparseconv.nn.capturing import accelerate, capture, explain, release
 from sparseconv.nn.containers import Add, Cat, Residual, Sequential, ToDense
 from sparseconv.nn.convolution import Conv, ConvTranspose, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import (

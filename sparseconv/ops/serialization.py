@@ -24,6 +24,7 @@ from sparseconv import transforms
 from sparseconv.checks import INTEGERS, bounds, check_choice, check_count, check_values
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.ops.rows import check_grid, on_kernels
+from sparseconv.torch_private import exporting, leave_to_python
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int64, Integer
@@ -114,6 +115,8 @@ class Serialization:
 
     def shuffled(self) -> Serialization:
         """The curves in random order, drawn by torch's generator of the CPU, or of the GPU in a captured step."""
+        if torch.compiler.is_dynamo_compiling():
+            leave_to_python("which curve comes first is drawn on the CPU")
         curves = list(zip(self.codes, self.order, self.inverse))
         if isinstance(self.depth, torch.Tensor):
             turn = torch.rand(len(curves), device=self.depth.device).argsort()
@@ -145,6 +148,8 @@ def serialize(
     >>> curves.order[0].tolist(), curves.order[1].tolist(), curves.inverse[1].tolist()
     ([3, 1, 2, 0], [3, 1, 0, 2], [2, 1, 3, 0])
     """
+    if torch.compiler.is_dynamo_compiling() and not exporting():
+        leave_to_python("the curves of a grid depend on where its voxels lie")
     check_grid(grid)
     if grid.is_shared:
         raise ValueError("curves over shards are not offered: each process would have to know all voxels")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,24 +55,7 @@ def packed(view: torch.Tensor) -> torch.Tensor:
     return view if view.is_contiguous() or torch.compiler.is_compiling() else packed_as(view, view.dtype)
 
 
-# ---- casts of one call of a captured run: one launch each, and a gradient where the run gathers all of them
-
-
-class _State(threading.local):
-    places: dict[int, torch.Tensor] | None = None
-
-
-_state = _State()
-
-
-@contextmanager
-def gradients_into(places: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Within it, the gradient of a weight is written into the place of its address, the first time it is found."""
-    before, _state.places = _state.places, dict(places)
-    try:
-        yield
-    finally:
-        _state.places = before
+# ---- casts of a captured run: one launch each
 
 
 def packed_as(taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -93,19 +73,14 @@ def packed_as(taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.at, ctx.layout = taps.data_ptr(), (taps.shape, taps.stride(), taps.dtype)
+        ctx.layout = taps.shape, taps.stride(), taps.dtype
         return _copied(taps, torch.empty(taps.shape, dtype=dtype, device=taps.device))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         shape, stride, dtype = ctx.layout
-        place = None if _state.places is None else _state.places.pop(ctx.at, None)
-        if place is None or place.numel() != grad.numel() or place.dtype != dtype:
-            into = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
-        else:
-            into = place.as_strided(shape, stride, place.storage_offset())
-        return _copied(grad, into), None
+        return _copied(grad, torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)), None
 
 
 def _copied(source: torch.Tensor, into: torch.Tensor) -> torch.Tensor:

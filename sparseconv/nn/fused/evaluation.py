@@ -14,25 +14,6 @@ from sparseconv.torch_private import dispatch_modes
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def evaluated_batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    is_activated: bool = False,
-) -> torch.Tensor:
-    """`torch.nn.functional.batch_norm` in evaluation; then a residual and a ReLU, where they are asked for."""
-    y = settled(x, weight, bias, mean, var, eps, 0.0 if is_activated else 1.0, residual)
-    if y is not None:
-        return y
-    y = torch.nn.functional.batch_norm(x, mean, var, weight, bias, eps=eps)
-    y = y if residual is None else y + residual
-    return torch.relu(y) if is_activated else y
-
-
 def settled(
     x: torch.Tensor,
     weight: torch.Tensor | None,

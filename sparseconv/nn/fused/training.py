@@ -21,12 +21,12 @@ from sparseconv.autograd import adjoint, adjoint_onto, convolution, weight_gradi
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import current, forget_workspaces
 from sparseconv.nn.fused import normalize
-from sparseconv.nn.fused.evaluation import PLAIN, are_near, lined_up, reads, tensors_of
+from sparseconv.nn.fused.evaluation import lined_up, reads, tensors_of
 from sparseconv.nn.fused.live_rows import live_rows, over_live_rows
 from sparseconv.nn.fused.normalize import Norm
 from sparseconv.nn.fused.remaking import Recipe, is_large, maker_of, makes_again, recipe_of, versions, without
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.torch_private import dispatch_modes, keeps_graph, others_save
+from sparseconv.torch_private import keeps_graph, others_save
 
 #: channels up to which an input gradient is written onto another: at 128 its kernel would take 236 registers, not 162,
 #: and a multiprocessor would hold two programs, not three
@@ -248,46 +248,6 @@ def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | N
     source = maker_of(x, layers[0].alive is not None)
     with without(x, source):
         return _apply(x, residual, tuple(stages), source, *tensors)
-
-
-def batch_norm_of_rows(
-    x: torch.Tensor,
-    count: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    is_activated: bool = False,
-) -> torch.Tensor:
-    """`torch.nn.functional.batch_norm` in training over the first ``count`` (1,) rows of x (N, C).
-
-    Running statistics follow. Other rows come out as 0, get no gradient, and are not read. A residual (N, C) of x's
-    dtype is added, and then comes a ReLU, where they are asked for.
-    """
-    tensors = [t for t in (weight, bias, mean, var) if t is not None]
-    if (
-        normalize.on_kernels(x)
-        and type(x) in PLAIN
-        and (weight is None) == (bias is None)
-        and (mean is None) == (var is None)
-        and are_near(x.get_device(), *tensors)
-        and not dispatch_modes()
-    ):
-        uncounted = torch.empty((), dtype=torch.int64, device=x.device)  # the module counts batches itself
-        running = None if mean is None or var is None else (mean, var, uncounted)
-        stage = Stage(Norm(eps, momentum, 0.0 if is_activated else 1.0, running, count), None)
-        other = None if residual is None else lined_up(residual)
-        return _apply(lined_up(x), other, (stage,), None, None, weight, bias)
-    y, found, spread, rows = over_live_rows(x, count, weight, bias, eps)
-    for kept, seen in ((mean, found), (var, spread * rows / (rows - 1).clamp_min(1))):
-        if kept is not None:
-            with torch.no_grad():
-                kept.copy_(torch.lerp(kept.to(seen.dtype), seen, momentum))
-    y = y if residual is None else y + residual
-    return torch.relu(y) if is_activated else y
 
 
 #: Function.apply without its look for functional transforms, which `serves` has ruled out

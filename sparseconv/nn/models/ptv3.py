@@ -29,6 +29,7 @@ from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import LayerNorm
 from sparseconv.ops.serialization import ORDERS, Serialization, serialize
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import leave_to_python
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Shaped
@@ -324,6 +325,8 @@ class PointTransformerV3(SparseModule):
         ``positions`` (N, D) floating point: where m3's attention takes a voxel to be (Pointcept's ``coord``), of a
         coarse one the mean; default the voxels.
         """
+        if torch.compiler.is_dynamo_compiling():
+            leave_to_python("the patches of attention depend on where voxels lie")
         grid = grid_in(x, self)
         if self.options.variant == "m3":
             wide = torch.promote_types(x.dtype, torch.float32)

@@ -26,8 +26,6 @@ from sparseconv.interop.spconv.pytorch.geometry import (
 )
 from sparseconv.interop.spconv.pytorch.modules import Inference, SparseModule, of_ranks
 from sparseconv.interop.spconv.pytorch.tracing import leaf
-from sparseconv.nn.capturing import region
-from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.torch_private import any_autocast, surely, tracing
 
@@ -59,7 +57,7 @@ class WindowModule(SparseModule):
         self, input: SparseConvTensor, out: SparseConvTensor, plan: ConvolutionPlan, shape: list[int], is_new: bool
     ) -> SparseConvTensor:
         """``out`` at the output's voxels; a plan that is new is kept under the ``indice_key``."""
-        out.spatial_shape = own_shape(shape)
+        out.spatial_shape = list(shape)
         if not self.subm:
             out = out._at(Place(None, 0, plan.target))
             if (count := self._buffers.get(RECORD)) is not None:
@@ -204,8 +202,6 @@ class SparseConvolution(SparseConvolutionBase, WindowModule):
         return self._run_back(input, after) if self.inverse else self._run(input, after)
 
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
-        if not tracing() and region.is_awaited():
-            input._place()  # which it does not need, but later layers do: a graph may begin here
         rows = input._rows().shape[0]
         if surely(input.features.shape[0] != rows):
             raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")
@@ -259,7 +255,7 @@ class SparseConvolution(SparseConvolutionBase, WindowModule):
         check_ends(input, stored.out_spatial_shape, stored.out_place, self.indice_key)
         plan = stored.inverse_plan()
         out = self._execute(input, plan, after)
-        out.spatial_shape = own_shape(stored.spatial_shape)
+        out.spatial_shape = list(stored.spatial_shape)
         return out._at(stored.place)
 
     def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan, after: Inference | None) -> SparseConvTensor:
@@ -286,14 +282,9 @@ class SparseConvolution(SparseConvolutionBase, WindowModule):
 
     def out_shape_of(self, spatial_shape: Sequence[int]) -> list[int]:
         """The output shape of a layer that is not submanifold."""
-        size = (self.kernel_size, self.stride, self.padding, self.dilation)
-
-        def step(shape: Sequence[int]) -> list[int]:
-            if self.transposed:
-                return deconv_size(shape, *size[:3], self.output_padding)
-            return conv_size(shape, *size)
-
-        return stepped(spatial_shape, step)
+        if self.transposed:
+            return deconv_size(spatial_shape, self.kernel_size, self.stride, self.padding, self.output_padding)
+        return conv_size(spatial_shape, self.kernel_size, self.stride, self.padding, self.dilation)
 
     def extra_repr(self) -> str:
         words = [f"{self.in_channels}, {self.out_channels}"]

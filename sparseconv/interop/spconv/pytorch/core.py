@@ -16,7 +16,6 @@ from sparseconv.interop.arguments import axes, check_order, integers
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside, place_in_trace
 from sparseconv.interop.spconv.pytorch.tracing import Traced
-from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import check_in_trace, exporting, settable, tracing
 
@@ -110,8 +109,6 @@ class SparseConvTensor(metaclass=Traced):
             return place_in_trace(self._indices, kept, self.batch_size)
         if kept is not None and left_trace(kept.voxels):
             kept = self._voxels = None if self._indices is not None else kept.after_trace()
-        if kept is None and region.begins_with(self):
-            kept = self._voxels
         if kept is None or kept.voxels.batch_size != self.batch_size or not kept.is_fresh():
             if kept is not None and self._indices is None:
                 self._indices = own(kept.voxels.coords)
@@ -136,7 +133,7 @@ class SparseConvTensor(metaclass=Traced):
         places = self._voxels, other._voxels
         if None not in places and places[0].voxels is places[1].voxels:  # type: ignore[union-attr]
             return True
-        if torch.compiler.is_compiling() or exporting() or region.is_awaited() or self.features.is_cuda:
+        if torch.compiler.is_compiling() or exporting() or self.features.is_cuda:
             return True
         mine, theirs = self._place().voxels, other._place().voxels
         return mine.count is not None or theirs.count is not None or torch.equal(mine.coords, theirs.coords)
@@ -287,8 +284,6 @@ class SparseConvTensor(metaclass=Traced):
             voxels: Any = self.voxels
             dense = voxels.dense(self.features, [0] * len(self.spatial_shape), self.spatial_shape)
             return dense if channels_first else dense.movedim(1, -1).contiguous()
-        if isinstance(self.spatial_shape, region.Shape):
-            raise ValueError("within a captured call, a dense volume must have the same spatial shape in every scene")
         dense = self.voxels.to_dense(self.features, self.spatial_shape)
         return (dense if channels_first else dense.movedim(1, -1)).contiguous()
 
@@ -328,32 +323,6 @@ NAMES = sorted({*FIELDS, *(name for kind in SparseConvTensor.__mro__ for name in
 # what `help` shows of a class whose metaclass has a call of its own
 _OF_SELF, *_GIVEN = inspect.signature(SparseConvTensor.__init__).parameters.values()
 SparseConvTensor.__signature__ = inspect.Signature(_GIVEN)  # type: ignore[attr-defined]
-
-
-def _filled(
-    x: SparseConvTensor, grid: VoxelGrid | None, features: torch.Tensor, shape: Sequence[int] | None
-) -> SparseConvTensor:
-    x._features, x.indice_dict = features, {}
-    if shape is not None:
-        x.spatial_shape = region.own_shape(shape)
-    return x if grid is None else x._at(Place(None, 0, grid))
-
-
-def _followed(x: SparseConvTensor, first: SparseConvTensor) -> SparseConvTensor:
-    x.indice_dict = dict(first.indice_dict)
-    return x
-
-
-region.register(
-    region.Kind(
-        SparseConvTensor,
-        lambda x: region.Scene(x._rows(), x.features, x.batch_size, tuple(x.spatial_shape), None, None),
-        lambda x: x.voxels,
-        _filled,
-        SparseConvTensor.shadow_copy,
-        _followed,
-    )
-)
 
 
 def expand_nd(ndim: int, val: int | Sequence[int] | np.ndarray) -> list[int]:

@@ -10,14 +10,12 @@ import torch
 from sparseconv import transforms
 from sparseconv.checks import own
 from sparseconv.compiler.traced import TracedGrid, TracedPlan
-from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid, left_trace
 from sparseconv.geometry.grid_cache import known, remember
 from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.interop import arguments
 from sparseconv.interop.arguments import is_unmodified
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.nn.capturing.region import Shape, own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
@@ -56,8 +54,7 @@ def find_plan(
         return plan_in_trace(grid, window, out_shape, subm, transposed)
     if subm:
         return shared_plan(grid, window.kernel_size, dilation=window.dilation)
-    ends = out_shape.limits.row(out_shape) if isinstance(out_shape, Shape) and isinstance(grid, FixedGrid) else None
-    plan = plan_within(
+    return plan_within(
         grid,
         out_shape,
         window.kernel_size,
@@ -65,11 +62,7 @@ def find_plan(
         padding=window.padding,
         dilation=window.dilation,
         generative=transposed,
-        ends=None if transposed else ends,
     )
-    if transposed and ends is not None and isinstance(plan.target, FixedGrid):
-        plan.target.end_at(ends)
-    return plan
 
 
 def plan_in_trace(
@@ -216,7 +209,7 @@ class IndiceData:
     ) -> None:
         self._plan, self._place, self._out_place = plan, place, out_place
         self._ends = (plan.source, plan.target)  # a plan that its grid keeps does not keep that grid
-        self.spatial_shape, self.out_spatial_shape = own_shape(spatial_shape), own_shape(out_spatial_shape)
+        self.spatial_shape, self.out_spatial_shape = list(spatial_shape), list(out_spatial_shape)
         self.is_subm, self.algo, self.window = is_subm, algo, window
         self.ksize, self.stride = list(window.kernel_size), list(window.stride)
         self.dilation, self.padding = list(window.dilation), list(window.padding)

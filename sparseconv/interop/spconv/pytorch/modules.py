@@ -14,7 +14,6 @@ from sparseconv.interop.arguments import first_rows, specialized
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.functional import sparse_add_hash_based
 from sparseconv.interop.spconv.pytorch.tracing import leaf, proxy_among, recorded
-from sparseconv.nn.capturing.region import register_layers
 from sparseconv.nn.fused.evaluation import settled, tensors_of
 from sparseconv.nn.fused.fusion import ACTIVATIONS, folded, hooked
 from sparseconv.nn.fused.training import Layer, serves, trained
@@ -173,9 +172,6 @@ class Identity(torch.nn.Module):
 
     def input_spatial_size(self, out_size: Any) -> Any:
         return out_size
-
-
-register_layers(SparseModule, SparseBatchNorm, SparseSyncBatchNorm, SparseReLU)
 
 
 def _first(module: Any, following: Any, third: Any, input: Any) -> tuple[Any, int]:

@@ -15,7 +15,6 @@ from sparseconv.interop.spconv.pytorch.functional import SpconvMean
 from sparseconv.interop.spconv.pytorch.geometry import conv_size, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule, of_ranks
 from sparseconv.interop.spconv.pytorch.tracing import leaf
-from sparseconv.nn.capturing.region import stepped
 from sparseconv.ops import global_pooling, pooling
 from sparseconv.plan.convolution import ConvolutionPlan
 
@@ -63,9 +62,9 @@ class _Pool(WindowModule):
             return leaf(self, input)
         if self.indice_key is not None and self.indice_key in input.indice_dict:
             raise ValueError(f"indice_key {self.indice_key!r} is taken: give this pool a key of its own, or none")
-        voxels, shape = input.inside, input.spatial_shape  # in this order: with its grid, the input may get another
+        voxels, shape = input.inside, input.spatial_shape
         window = self._window()
-        out_shape = shape if self.subm else stepped(shape, lambda cells: conv_size(cells, *window))
+        out_shape = shape if self.subm else conv_size(shape, *window)
         plan = find_plan(voxels, window, out_shape, subm=self.subm)
         out = input.replace_feature(self._reduce(input.features, plan))
         return self._place_output(input, out, plan, out_shape, is_new=True)

@@ -1,1 +1,0 @@
-"""What a call is given and returns: plain values, containers of them, and what tells calls apart."""
