@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import sparseconv
-from sparseconv.gpu.cuda_capability import LEAST
+from sparseconv.gpu.cuda_capability import AMD, LEAST, PTX_FROM
 from tests.backends.test_triton_ahead_of_time import SHARED
 from tests.docs.surface import public_functions
 from tests.forked import Forks
@@ -112,9 +112,13 @@ def test_the_readme_begins_with_the_two_commands():
 
 
 def test_the_readme_names_the_gpus():
-    """The oldest one, and those that kernels are compiled for in the tests."""
+    """The oldest one with PTX, and those that kernels are compiled for in the tests; then those without."""
     ((least, named),) = re.findall(r"compute capability ([\d.]+): (.*?)\)", (ROOT / "README.md").read_text())
-    assert tuple(int(part) for part in least.split(".")) == LEAST
+    assert tuple(int(part) for part in least.split(".")) == PTX_FROM
+    plain = (
+        (ROOT / "README.md").read_text().partition("For Turing (")[2].partition(" they have been compiled, not run")[0]
+    )
+    assert re.findall(r"^[\d.]+|gfx\d+", plain) == [".".join(map(str, LEAST)), *AMD]
     support = (ROOT / "docs" / "support.md").read_text()
     table = [(int(a + b), names.split(", ")) for a, b, names in re.findall(r"(\d+)\.(\d) \((.*?)\)", support)]
     known = [next(arch for arch, names in table if gpu in names) for gpu in re.findall("`(.*?)`", named)]
