@@ -23,8 +23,8 @@ TENSOR = sc.SparseTensor(GRID, torch.zeros(3, 2))
 
 def _old_card(_):
     with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 5)),
-        mock.patch.object(torch.cuda, "get_device_name", return_value="Tesla T4"),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 0)),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Tesla V100"),
     ):
         refusal.cache_clear()
         check_kernels(torch.device("cuda", 99), "a CUDA graph of a network")
