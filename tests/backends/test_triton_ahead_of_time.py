@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: the same of those whose kernels hold no PTX, and what a thread keeps in local memory at most
 PLAIN = {
-    75: (64 << 10, 0), "gfx942": (64 << 10, 0), "gfx950": (160 << 10, 0), "gfx1100": (64 << 10, 3328),
-    "gfx1201": (64 << 10, 3328),
+    75: (64 << 10, 0), "gfx942": (64 << 10, 0), "gfx950": (160 << 10, 0), "gfx1100": (64 << 10, 1724),
+    "gfx1201": (64 << 10, 1724),
 }  # fmt: skip
 #: the cards that have kernels of their own; all others are slow
 QUICK = {90}

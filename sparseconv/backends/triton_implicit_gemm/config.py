@@ -238,7 +238,10 @@ def weight_grad_candidates(problem: ProblemSize) -> list[WeightGradConfig]:
 
     Jobs are of one length, so the programs are counted to fill the GPU a whole number of times.
     """
-    return list(dict.fromkeys(_weight_grad_candidates(problem)))
+    found = list(dict.fromkeys(_weight_grad_candidates(problem)))
+    if problem.dtype == torch.float32 and problem.capability == (0, 0):  # AMD's: more stages do not compile, or spill
+        found = [replace(each, stages=2) for each in found]
+    return found
 
 
 def _weight_grad_candidates(problem: ProblemSize) -> list[WeightGradConfig]:
