@@ -8,7 +8,7 @@ first along its rays. The network goes down to a coarse shape. On the way up, ea
 generative transposed convolution, and voxels that a classifier takes for empty are pruned. The score is the
 intersection over union with the whole shape's voxels; handing back the input is the chance level.
 
-The real set (not run here) has 9,843 training meshes; 64 cells an axis and four halvings are a start.
+The real set (not run here) has 9,843 training meshes; 64 cells per axis and four halvings are a start.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class Harmonics(_OnDevice):
 
 
 class Potential(_OnDevice):
-    """An energy of atoms from two rounds of equivariant messages between neighbours; forces are its gradient."""
+    """An energy of atoms from two rounds of equivariant messages between neighbors; forces are its gradient."""
 
     def __init__(
         self, channels: int = 8, l_max: int = 2, cutoff: float = 2.5, dtype: torch.dtype = torch.float32

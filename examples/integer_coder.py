@@ -103,11 +103,11 @@ def train_command(net: Path, steps: int = 60) -> None:
 
 @app.command("encode")
 def encode_command(net: Path, points: Path, file: Path, backend: str = "auto", threads: int = 0) -> None:
-    """Write a file, and print SHA-256 of the voxels and bits a voxel."""
+    """Write a file, and print SHA-256 of the voxels and bits per voxel."""
     coords = torch.from_numpy(np.load(points)).int().unique(dim=0)
     data = encode(loaded(net, backend, threads), coords)
     file.write_bytes(data)
-    print(f"{sha(coords.numpy().tobytes())} {len(coords)} voxels, {8 * len(data) / len(coords):.3f} bits a voxel")
+    print(f"{sha(coords.numpy().tobytes())} {len(coords)} voxels, {8 * len(data) / len(coords):.3f} bits per voxel")
 
 
 @app.command("decode")

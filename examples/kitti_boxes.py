@@ -4,7 +4,7 @@
     python examples/kitti_boxes.py --stand-in
 
 DIR holds ``training/{velodyne,label_2,calib}`` and the usual lists ``ImageSets/{train,val}.txt``. Only what the camera
-sees is labelled, so points outside of its image are left out. The score is the average precision at a centre distance
+sees is labelled, so points outside of its image are left out. The score is the average precision at a center distance
 of 1 m, as nuScenes matches boxes, mean over the classes; KITTI's own score matches by overlap, with its own program.
 
 The real set (not run here) has 3,712 training and 3,769 validation sweeps; 80 epochs are usual. A detector for a
@@ -59,13 +59,13 @@ def read_calibration(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_boxes(path: Path, camera: np.ndarray) -> torch.Tensor:
-    """(B, 8) fp32 in the LiDAR's axes: class, centre x y z, length, width, height [m], yaw from x towards y."""
+    """(B, 8) fp32 in the LiDAR's axes: class, center x y z, length, width, height [m], yaw from x towards y."""
     found = []
     for line in path.read_text().splitlines():
         name, *words = line.split()
         if name in CLASSES:
             height, width, length, x, y, z, rotation = (float(w) for w in words[7:14])
-            place = np.linalg.solve(camera, [x, y, z, 1])[:3] + [0, 0, height / 2]  # the file has the bottom's centre
+            place = np.linalg.solve(camera, [x, y, z, 1])[:3] + [0, 0, height / 2]  # the file has the bottom's center
             yaw = (-rotation - pi / 2 + pi) % (2 * pi) - pi
             found.append([CLASSES.index(name), *place, length, width, height, yaw])
     return torch.tensor(found, dtype=torch.float32).view(-1, 8)
@@ -120,7 +120,7 @@ def collate(items: list[tuple]) -> tuple[sc.SparseTensor, list[torch.Tensor]]:
 
 
 class Detector(torch.nn.Module):
-    """A heat map of centres for each class, and at each cell: x, y within it, z, log sizes, sine and cosine of yaw."""
+    """A heat map of centers for each class, and at each cell: x, y within it, z, log sizes, sine and cosine of yaw."""
 
     def __init__(self, space: Space, width: int = 64) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Detector(torch.nn.Module):
         return y[:, : len(CLASSES)], y[:, len(CLASSES) :]
 
     def loss(self, heat: torch.Tensor, values: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
-        """CenterPoint's: a focal loss of the heat map, with discs of 2 cells around centres, and L1 at the centres."""
+        """CenterPoint's: a focal loss of the heat map, with discs of 2 cells around centers, and L1 at the centers."""
         heat, values = heat.float(), values.float()
         target, off = torch.zeros_like(heat), heat.new_zeros(())
         y, x = torch.meshgrid(*(torch.arange(n, device=heat.device) for n in heat.shape[2:]), indexing="ij")

@@ -41,7 +41,7 @@ def read(folder: Path, molecule: str, split: str) -> tuple[torch.Tensor, TensorD
 class Potential(torch.nn.Module):
     """Rounds of messages between atoms; features (atoms, (l_max + 1)^2, channels) turn with the molecule.
 
-    Atoms within ``cutoff`` are neighbours. A message couples the sender's feature with the spherical harmonics of the
+    Atoms within ``cutoff`` are neighbors. A message couples the sender's feature with the spherical harmonics of the
     edge, and the length of the edge weighs each path of the coupling. The energy is a sum over atoms of what a small
     network reads off the invariant rows.
     """

@@ -7,8 +7,8 @@
 DIR is SemanticKITTI's folder ``dataset``; labels are not read. A scan becomes voxels, and these the leaves of an
 octree. Level by level, the network sees all nodes of a level and says how likely each of the 255 occupancies of its
 eight children is. Both ends run it on what the decoder has already read. So the network's probabilities are never sent,
-and its size in bits is the cross-entropy that it was trained on. The score is bits a voxel, of files that were written
-and read back equal. The chance level is a fixed table of how often each occupancy occurs.
+and its size in bits is the cross-entropy that it was trained on. The score is bits per voxel, of files that were
+written and read back equal. The chance level is a fixed table of how often each occupancy occurs.
 
 Probabilities must agree to the last bit at both ends: use one machine, one version, as many threads. Convolutions give
 the same bits in every run for the same grid. The real set (not run here) at 2 cm needs 13 levels.

@@ -5,7 +5,7 @@
 
 DIR holds ``{train,test}/*.npz`` of a solver of yours, with ``solid`` (Y, X) bool and ``velocity`` (2, Y, X), x then y.
 The medium is periodic, and so are the convolutions. Solid cells are absent: no arithmetic is spent on them, and a
-missing neighbour is how a voxel knows of its wall. The score is the share of the velocity's variance that the network
+missing neighbor is how a voxel knows of its wall. The score is the share of the velocity's variance that the network
 explains on media that it has not seen; guessing the mean is 0.
 
 For volumes (not run here) give the layers ``rank=3``, the head a third component, and the items a third axis. A rock

@@ -35,7 +35,7 @@ CLASSES = list(LABELS.values())
 
 
 def read_points(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vertices (M, 3) [m], z up; colours (M, 3), 0 to 255 in the file and -1 to 1 here."""
+    """Vertices (M, 3) [m], z up; colors (M, 3), 0 to 255 in the file and -1 to 1 here."""
     vertex = PlyData.read(path)["vertex"]
     points = np.stack([vertex[axis] for axis in "xyz"], 1)
     colours = np.stack([vertex[name] for name in ("red", "green", "blue")], 1)
@@ -50,7 +50,7 @@ def read_labels(path: Path) -> torch.Tensor:
 
 
 class ScanNet(Dataset):
-    """One scene an item, as voxels: the colour, the mean over the vertices of a voxel."""
+    """One scene an item, as voxels: the color, the mean over the vertices of a voxel."""
 
     def __init__(self, folder: Path, split: str, voxel_size: float = 0.02, augment: bool = False) -> None:
         self.voxel_size, self.augment = voxel_size, augment

@@ -4,7 +4,7 @@
 
 A scan (``--scan FILE``, an .npz with ``coords``, or the MNI152 brain that the nilearn package carries) is tiled to a
 large scene, each rank making its own tiles, and shared out. The network learns the height of a voxel from its
-neighbourhood. Writes ``sharded_unet.png``: who owns what, and the loss.
+neighborhood. Writes ``sharded_unet.png``: who owns what, and the loss.
 """
 
 from __future__ import annotations

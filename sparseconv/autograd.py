@@ -229,7 +229,7 @@ class WeightGradient(Operator):
         return grad_x, grad_grad, None, None
 
 
-# torch binds the arguments of `setup_context`, which torch.func needs, through ``inspect``: some 12 us a call. So eager
+# torch binds the arguments of `setup_context`, which torch.func needs, through ``inspect``: 12 us per call. So eager
 # calls have functions with the older signature of ``forward``.
 
 

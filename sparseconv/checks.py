@@ -17,7 +17,7 @@ import torch
 
 
 def check_tensor(name: str, value: object, wanted: str = "", several: str = "") -> None:
-    """Raise TypeError unless ``value`` is a plain tensor: dense in memory, neither sparse, nested nor quantised.
+    """Raise TypeError unless ``value`` is a plain tensor: dense in memory, neither sparse, nested nor quantized.
 
     ``wanted`` says its shape and dtype in the message, ``several`` what to do with a list of tensors or arrays.
 
@@ -65,7 +65,7 @@ def _not_a_plain_tensor(name: str, value: Any, wanted: str, several: str) -> str
     if value.is_nested:
         return f"{name} must be one tensor, but it is a nested one: torch.cat({name}.unbind()) puts its items together"
     if value.is_quantized:
-        return f"{name} must not be quantised, but its dtype is {value.dtype}: pass {name}.dequantize()"
+        return f"{name} must not be quantized, but its dtype is {value.dtype}: pass {name}.dequantize()"
     return (
         f"{name} must be dense in memory, but its layout is {value.layout}: pass {name}.to_dense(), or the values of "
         "its entries as features of a VoxelGrid of their indices"

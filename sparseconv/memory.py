@@ -24,7 +24,7 @@ _lock = threading.Lock()  # of the list; a caller that does not get it at once a
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor on the CPU of ``shape``, which begins where a line of 64 bytes does.
+    """An uninitialized tensor on the CPU of ``shape``, which begins where a line of 64 bytes does.
 
     It lies in huge pages, whose first writes cost a third or less. numpy and this module ask for them, torch does not.
     On Linux a tensor of 32 MB or more takes over the pages of a freed one, which may be a quarter larger. Otherwise
@@ -51,7 +51,7 @@ def release() -> None:
 
 
 def _piece(size: int) -> np.ndarray:
-    """Uninitialised bytes, at least ``size``, that come back when the last array or tensor over them is gone."""
+    """Uninitialized bytes, at least ``size``, that come back when the last array or tensor over them is gone."""
     found = None
     if _lock.acquire(blocking=False):
         try:

@@ -88,7 +88,7 @@ def _check_tensors(kernel_map: KernelMap, given: dict[str, torch.Tensor | None])
 
 def _check_rows(name: str, tensor: torch.Tensor, rows: int) -> None:
     if tensor.ndim != 2 or tensor.shape[0] != rows:
-        raise ValueError(f"{name} must be ({rows}, C), one row a voxel of the map; got {tuple(tensor.shape)}")
+        raise ValueError(f"{name} must be ({rows}, C), one row per voxel of the map; got {tuple(tensor.shape)}")
 
 
 def _check_groups(groups: int, *channels: int) -> None:

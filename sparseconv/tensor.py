@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class SparseTensor(Movable):
-    """Features (N, C), one row a voxel of ``grid``, on its device.
+    """Features (N, C), one row per voxel of ``grid``, on its device.
 
     Arithmetic and torch's row-wise functions work on it and keep the voxels: ``2 * x + bias``, ``torch.relu(x)``,
     ``torch.cat([x, y], 1)``. A function that mixes rows is a TypeError, and its message says what to use.
@@ -56,7 +56,7 @@ class SparseTensor(Movable):
         shape = tuple(self.features.shape)
         if len(shape) != 2 or shape[0] != self.grid.num_voxels:
             raise ValueError(
-                f"features must be ({self.grid.num_voxels}, C), one row a voxel; got {shape}{rows_of_points(shape)}"
+                f"features must be ({self.grid.num_voxels}, C), one row per voxel; got {shape}{rows_of_points(shape)}"
             )
         if self.features.device != self.grid.device:
             there = str(self.features.device)
@@ -81,7 +81,7 @@ class SparseTensor(Movable):
         voxel_size: float | Sequence[float] | None = None,
         origin: float | Sequence[float] | None = None,
     ) -> SparseTensor:
-        """One item a scene: coords (N_b, D) integers and features (N_b, C); either may have no row.
+        """One item per scene: coords (N_b, D) integers and features (N_b, C); either may have no row.
 
         ``voxel_size`` and ``origin`` are those of all scenes, as `VoxelGrid` takes them. Scenes that are sparse tensors
         already are joined by ``torch.utils.data.default_collate``.
@@ -311,7 +311,7 @@ class SparseTensor(Movable):
         return f"SparseTensor({self.channels} channels, {self.dtype}{gradient}, on {self.grid})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: a line of words, and a picture coloured by the length of the features."""
+        """What a notebook shows: a line of words, and a picture colored by the length of the features."""
         values = self.features.detach()
         shown = values[:, 0] if self.channels == 1 else values.float().norm(dim=1)
         return html(self.coords, self.grid.voxel_size, repr(self), shown)
@@ -370,7 +370,7 @@ collators.update({SparseTensor: _joined, VoxelGrid: _joined_grids})
 def _check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> None:
     """Raise unless these are voxels (N_b, D) and features (N_b, C) of scenes; warn of a batch column among the axes."""
     for name, items, columns in (("coords", coords, "D"), ("features", features, "C")):
-        check_kind(name, items, (list, tuple), "pass a list of tensors, one a scene")
+        check_kind(name, items, (list, tuple), "pass a list of tensors, one per scene")
         for number, item in enumerate(items):
             if hasattr(item, "grid"):
                 raise TypeError(

@@ -10,7 +10,7 @@ import torch
 
 
 def timed(run: Callable[[Any], Any], scenes: list[Any], repeats: int) -> dict[str, float]:
-    """Median of CUDA events and of the wall clock, ms a call; on a CPU the median of the wall clock."""
+    """Median of CUDA events and of the wall clock, ms per call; on a CPU the median of the wall clock."""
     if not scenes[0][0].is_cuda:
         run(scenes[0])
         walls = []
@@ -36,7 +36,7 @@ def timed(run: Callable[[Any], Any], scenes: list[Any], repeats: int) -> dict[st
 
 
 def busy(run: Callable[[Any], Any], scenes: list[Any]) -> dict[str, float]:
-    """How long the GPU works a call, in ms, and launches a call, by torch's profiler."""
+    """How long the GPU works a call, in ms, and launches per call, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as record:

@@ -48,7 +48,7 @@ def network(task: Task, seed: int = 0) -> nn.UNet:
 
 
 class Training:
-    """Everything that a checkpoint must hold: network, optimiser, schedule, step."""
+    """Everything that a checkpoint must hold: network, optimizer, schedule, step."""
 
     def __init__(self, task: Task, steps: int, rank: int = 0, world: int = 1) -> None:
         self.task, self.steps, self.rank, self.world = task, steps, rank, world
@@ -56,8 +56,8 @@ class Training:
         if world > 1:
             self.net = SyncBatchNorm.convert(self.net)
         self.model = torch.nn.parallel.DistributedDataParallel(self.net) if world > 1 else self.net
-        self.optimiser = torch.optim.AdamW(self.net.parameters(), weight_decay=0.02)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimiser, 0.02, total_steps=steps)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), weight_decay=0.02)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=steps)
         counts = torch.bincount(torch.cat([t.labels for t in task.train]), minlength=len(task.classes)).float()
         self.weight = (counts.sum() / counts.clamp_min(1)).sqrt()
         self.step = 0
@@ -69,17 +69,17 @@ class Training:
             self.step += 1
             at = self.task.train[((self.step - 1) * self.world + self.rank) % len(self.task.train)]
             self.model.train()
-            self.optimiser.zero_grad()
+            self.optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(self.model(at.x).features, at.labels, self.weight)
             loss.backward()
-            self.optimiser.step()
+            self.optimizer.step()
             self.schedule.step()
             self.losses.append(loss.item())
             if self.step % every == 0 or self.step == self.steps:
                 self.scores.append((self.step, score(self.net, self.task.train), score(self.net, self.task.held_out)))
 
     def state(self) -> dict:
-        parts = {"net": self.net, "optimiser": self.optimiser, "schedule": self.schedule}
+        parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule}
         return {name: part.state_dict() for name, part in parts.items()} | {
             "step": self.step,
             "losses": list(self.losses),
@@ -87,7 +87,7 @@ class Training:
         }
 
     def restore(self, state: dict) -> None:
-        for name in ("net", "optimiser", "schedule"):
+        for name in ("net", "optimizer", "schedule"):
             getattr(self, name).load_state_dict(state[name])
         self.step, self.losses, self.scores = state["step"], list(state["losses"]), list(state["scores"])
 

@@ -49,7 +49,7 @@ def calibration() -> str:
 
 
 def labels(seen: Street) -> str:
-    """type truncated occluded alpha, image box, height width length, bottom centre in the camera's axes, rotation_y."""
+    """type truncated occluded alpha, image box, height width length, bottom center in the camera's axes, rotation_y."""
     turn, move = np.eye(4), np.eye(4)
     turn[:3, :3], move[:3] = CALIBRATION["R0_rect"], CALIBRATION["Tr_velo_to_cam"]
     lines = []

@@ -31,7 +31,7 @@ def write(folder: Path, train: int = 160, test: int = 60, seed: int = 0) -> None
 
 
 def field(coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Energies (N,) and forces (N, 9, 3): Morse bonds, springs between second neighbours, softer ones farther away."""
+    """Energies (N,) and forces (N, 9, 3): Morse bonds, springs between second neighbors, softer ones farther away."""
     coords = coords.detach().requires_grad_()
     i, j = torch.triu_indices(9, 9, 1)
     rest = torch.from_numpy(ETHANOL)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from plyfile import PlyData, PlyElement
 
-#: NYU40 label, colour and size [m] of what stands in a room; 40 is "otherprop", which the benchmark leaves out
+#: NYU40 label, color and size [m] of what stands in a room; 40 is "otherprop", which the benchmark leaves out
 THINGS = {
     "bed": (4, (190, 90, 90), (2.0, 1.6, 0.5)),
     "chair": (5, (150, 110, 60), (0.5, 0.5, 0.9)),
@@ -53,7 +53,7 @@ def write_scene(path: Path, points: np.ndarray, colours: np.ndarray, labels: np.
 
 
 def room(rng: np.random.Generator, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Vertices (V, 3) [m], z up, colours (V, 3) uint8, NYU40 labels (V,), triangles (F, 3)."""
+    """Vertices (V, 3) [m], z up, colors (V, 3) uint8, NYU40 labels (V,), triangles (F, 3)."""
     wide, deep = rng.uniform(3.5, 5, 2)
     parts = [(_sheet((0, 0, 0), (wide, 0, 0), (0, deep, 0), step), FLOOR, (140, 120, 100))]
     for start, along in (((0, 0, 0), (wide, 0, 0)), ((0, 0, 0), (0, deep, 0)), ((wide, 0, 0), (0, deep, 0))):

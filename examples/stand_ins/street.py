@@ -18,7 +18,7 @@ class Street:
     kind: np.ndarray  # (M,) row of KINDS
     ring: np.ndarray  # (M,) beam
     instance: np.ndarray  # (M,) 0 for what is not a thing, else 1 + row of boxes
-    boxes: np.ndarray  # (B, 8): kind, centre x y z, length, width, height, yaw
+    boxes: np.ndarray  # (B, 8): kind, center x y z, length, width, height, yaw
 
 
 def street(rng: np.random.Generator, beams: int = 24, around: int = 480, reach: float = 36.0) -> Street:

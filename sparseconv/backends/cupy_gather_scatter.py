@@ -88,7 +88,7 @@ def gather_options(chunk: int) -> tuple[str, ...]:
 
 @cache
 def scatter_options(product: torch.dtype, total: torch.dtype, width: int) -> tuple[str, ...]:
-    """Compiler options of the scatter kernel for a product dtype, a sum dtype and channels a thread."""
+    """Compiler options of the scatter kernel for a product dtype, a sum dtype and channels per thread."""
     return (f"-DPRODUCT={CUDA_NAMES[product]}", f"-DSUM={CUDA_NAMES[total]}", f"-DWIDTH={width}")
 
 

@@ -67,7 +67,7 @@ class Rescale:
         """Raise before a launch where the arithmetic would be another."""
         m = self.multiplier
         if m.dtype != torch.int32:
-            raise TypeError(f"a multiplier is int32, one a channel; got {m.dtype}")
+            raise TypeError(f"a multiplier is int32, one per channel; got {m.dtype}")
         if tuple(m.shape) != (channels,) or m.device != device:
             raise ValueError(f"need {channels} multipliers on {device}; got {tuple(m.shape)} on {m.device}")
         if self.shift not in SHIFTS:
@@ -135,7 +135,7 @@ def check_bound(num_taps: int, group_in: int, bias: torch.Tensor | None = None) 
         most += int(bias.long().abs().max())
     if most > LIMIT:
         raise ValueError(
-            f"{num_taps} taps of {group_in} channels a group could sum up to {most}, past 2^31 - 1: keep this layer "
+            f"{num_taps} taps of {group_in} channels per group could sum up to {most}, past 2^31 - 1: keep this layer "
             "wide, or give it more groups"
         )
 

@@ -70,7 +70,7 @@ def coordinates(name: str, device: str = "cpu", shuffled: bool = False) -> torch
 
 
 def shell(res: int, device: str = "cpu") -> torch.Tensor:
-    """Voxels of a res^3 cube whose centre lies between res/2 - 1.25 and res/2 from the cube's centre.
+    """Voxels of a res^3 cube whose center lies between res/2 - 1.25 and res/2 from the cube's center.
 
     >>> len(shell(64))
     15192
@@ -93,7 +93,7 @@ def uniform(percent: int, res: int, device: str = "cpu") -> torch.Tensor:
 
 
 def plane(res: int, device: str = "cpu") -> torch.Tensor:
-    """One layer of res x res voxels: nine neighbours for nearly every voxel.
+    """One layer of res x res voxels: nine neighbors for nearly every voxel.
 
     >>> plane(4).shape, int(plane(4)[:, 2].max())
     (torch.Size([16, 3]), 0)

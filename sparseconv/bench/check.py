@@ -38,7 +38,7 @@ SAMPLED_ROWS, SAMPLED_CHANNELS = 2000, 16
 
 
 class Neighbours:
-    """Rows of neighbouring voxels by binary search in sorted keys; coords (N, 4), one batch item; an odd kernel."""
+    """Rows of neighboring voxels by binary search in sorted keys; coords (N, 4), one batch item; an odd kernel."""
 
     def __init__(self, coords: torch.Tensor, kernel: int = 3) -> None:
         self.offsets, reach = offsets(kernel), kernel // 2
@@ -56,7 +56,7 @@ class Neighbours:
         return torch.where(self._sorted[at] == wanted, self._rows[at], -1)
 
     def count_pairs(self) -> int:
-        """P: the taps before the centre, twice, and the centre."""
+        """P: the taps before the center, twice, and the center."""
         half = sum(int((self.rows(offset) >= 0).sum()) for offset in self.offsets[: len(self.offsets) // 2])
         return 2 * half + len(self._key)
 
@@ -101,7 +101,7 @@ def judge(
         got["input_grad"] = results["input_grad"][rows]
     if "weight_grad" in results:
         channels = torch.randperm(x.shape[1], generator=generator)[:SAMPLED_CHANNELS].to(x.device)
-        # the centre, a corner and two more
+        # the center, a corner and two more
         taps = sorted({len(w) // 2, 0, len(w) // 5, 5 * len(w) // 6})
         products = [_product(x, grad, neighbours.rows(neighbours.offsets[k]), channels) for k in taps]
         wanted["weight_grad"] = torch.stack(products)

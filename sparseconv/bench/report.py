@@ -43,7 +43,7 @@ def layer_table(
     shown: Callable[[Row, str], str] = shown,
     more: Callable[[Row], Mapping[str, str]] = lambda row: {},
 ) -> Table:
-    """A line a row and a column a quantity that was measured; ``more`` are cells behind those, by their heads."""
+    """One line per row and one column per quantity that was measured; ``more``: further cells by head."""
     lines: list[dict[str, str]] = []
     for row in rows:
         line = {"implementation": row["implementation"], "case": row["case"], "C": str(row["channels"])}
@@ -78,7 +78,7 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def write(file: Path, machine: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> None:
-    """A results file: version, machine facts, rows, one a line. An interrupted call leaves the file as it was."""
+    """A results file: version, machine facts, rows, one per line. An interrupted call leaves the file as it was."""
     head = {"version": VERSION, "machine": machine, **more}
     text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n'
     text += ",\n".join("  " + json.dumps(_rounded(row)) for row in rows) + "\n ]\n}\n"

@@ -31,7 +31,7 @@ def read_cloud(path: str | Path, *, drop_nonfinite: bool = False, columns: int |
     Args:
         path: the file.
         drop_nonfinite: leave out points that are NaN or infinite, which are an error else.
-        columns: numbers a point in a .bin, 4 or 5; default: told by the size and by what the last column holds.
+        columns: numbers per point in a .bin, 4 or 5; default: told by the size and by what the last column holds.
 
     Raises:
         ValueError: no such file, an unknown ending, a file that its reader refuses or that asks for more memory than
@@ -84,7 +84,7 @@ def _checked(points: np.ndarray, path: Path, drop_nonfinite: bool) -> torch.Tens
     few_rows = points.ndim == 2 and 3 <= points.shape[0] <= 8 and points.shape[1] > 2 * points.shape[0]
     if points.ndim != 2 or points.shape[1] < 3 or few_rows:
         turned = few_rows or (points.ndim == 2 and points.shape[0] == 3)
-        hint = ": transpose it, points.T" if turned else ": one row a point, its x, y and z first"
+        hint = ": transpose it, points.T" if turned else ": one row per point, its x, y and z first"
         raise ValueError(f"{path} holds an array of shape {points.shape}, not (M, 3){hint}")
     if not len(points):
         raise ValueError(f"{path} holds no points")

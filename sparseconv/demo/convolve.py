@@ -101,7 +101,7 @@ def _step(net: torch.nn.Module, x: SparseTensor, device: torch.device) -> tuple[
 
 
 def _where_points_lie(grid: VoxelGrid, points: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """(N, 4): the mean place of each voxel's points from its centre, in voxels, and the logarithm of their number."""
+    """(N, 4): the mean place of each voxel's points from its center, in voxels, and the logarithm of their number."""
     counts = torch.bincount(rows, minlength=len(grid)).to(points)
     mean = points.new_zeros(len(grid), 3).index_add_(0, rows, points - points.new_tensor(grid.origin))
     mean = mean / counts[:, None] / points.new_tensor(grid.voxel_size)
@@ -115,11 +115,11 @@ def _wait(device: torch.device) -> None:
 
 
 def cloud_view(grid: VoxelGrid, name: str) -> View:
-    """The cloud, coloured by height, without a few voxels that lie far away."""
+    """The cloud, colored by height, without a few voxels that lie far away."""
     pairs = shared_plan(grid, 3).kernel_map.num_pairs
     near = _within(grid)
     rest = len(grid) - int(near.sum())
-    title = f"{name}: {len(grid):,} voxels of {grid.voxel_size[0]:g}, {pairs:,} pairs of neighbours in a 3×3×3 window"
+    title = f"{name}: {len(grid):,} voxels of {grid.voxel_size[0]:g}, {pairs:,} pairs of neighbors in a 3×3×3 window"
     return show(grid.subset(near), title=title + f" ({rest:,} far ones left out)" * (rest > 0))
 
 

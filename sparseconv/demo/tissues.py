@@ -95,7 +95,7 @@ def _mark_cut(axes: Axes, cut: float, dim: bool) -> None:
 def _show_solid(axes: Axes, grid: VoxelGrid, shares: torch.Tensor, in_front: torch.Tensor, cut: float) -> None:
     """The predicted grey and white matter seen from the front, right and above, with a scale.
 
-    A corner of the held-out half is cut away; the half that was trained on has lost its colours.
+    A corner of the held-out half is cut away; the half that was trained on has lost its colors.
     """
     matter = shares[:, 1:].sum(1, keepdim=True)
     whiteness = ((shares[:, 2:] / matter.clamp(min=1e-3) - 0.5) * 3 + 0.5).clamp(0, 1)
@@ -125,7 +125,7 @@ def _show_solid(axes: Axes, grid: VoxelGrid, shares: torch.Tensor, in_front: tor
     axes.text(
         columns[-1] - columns[0],
         bottom,
-        "in colour: held out\nin grey: trained on",
+        "in color: held out\nin grey: trained on",
         ha="right",
         va="bottom",
         fontsize=8,

@@ -55,7 +55,7 @@ def agreed_call(
 ) -> T:
     """`agreed` for calls that come often: ``work`` returns what it made and the kind of this call.
 
-    On a CPU every call is compared, by eight bytes a rank. On a GPU that would wait for the device: each kind of call
+    On a CPU every call is compared, by eight bytes per rank. On a GPU that would wait for the device: each kind of call
     is compared once and remembered in ``kept``, or none is, without it, and a rank then hears of its own errors only.
     """
     made, call, own = None, None, None

@@ -227,7 +227,7 @@ def learns(x: torch.Tensor) -> bool:
 def group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The process group of a one-dimensional mesh, or the group itself."""
     if not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialised: start with torchrun and init_process_group()")
+        raise ValueError("torch.distributed is not initialized: start with torchrun and init_process_group()")
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(f"expected one dimension of a mesh, mesh['name']; got dimensions {mesh.mesh_dim_names}")

@@ -21,7 +21,7 @@ Order = Literal["morton", "slab", "kd"]
 
 @dataclass(frozen=True)
 class Partition:
-    """Coordinates -> owners, by cutting an order of space into one run a rank.
+    """Coordinates -> owners, by cutting an order of space into one run per rank.
 
         owner(c) = number of cuts that are <= key(floor(c * numerator / denominator))
 

@@ -40,7 +40,7 @@ class FixedGrid(VoxelGrid):
 
     Grids and maps made from it never wait for the device. Their sizes depend on the example alone. So a step over it,
     maps included, can be captured in a CUDA graph and replayed for other scenes. Dead rows have batch item -1 and no
-    neighbours. A convolution gives them epilogue(bias), and no weight gradient sees them. ``len(grid)`` and
+    neighbors. A convolution gives them epilogue(bias), and no weight gradient sees them. ``len(grid)`` and
     ``num_voxels`` are C. On a CPU it works eagerly, with the same results.
 
     ``like``, an ordinary grid, gives what the CPU must decide: rows of coarser grids, and numbers of pairs. Its maps
@@ -296,7 +296,7 @@ class FixedGrid(VoxelGrid):
     def most_pairs(self, coarse: FixedGrid, window: Window, boundary: Boundary) -> int:
         """Places for the pairs of a window between this grid, the fine one, and a coarse one.
 
-        Those of the example for the rows that there are, times the room: for as many more edges a voxel.
+        Those of the example for the rows that there are, times the room: for as many more edges per voxel.
         """
         if window.is_tiling:
             return max(len(self), len(coarse))

@@ -8,7 +8,7 @@ import torch
 FAULTS = {
     1: "a voxel lies outside of the extent or the batch, occurs twice, or the dead rows do not follow the real ones",
     2: "a derived grid has more voxels than its rows hold: give more room",
-    4: "a map has more edges than there is room for: give more room, or an example with as many neighbours a voxel",
+    4: "a map has more edges than there is room for: give more room, or an example with as many neighbors per voxel",
     8: "a voxel lies behind the end of its scene's own spatial shape",
     16: "a point is not finite, or is of a batch item that the grid lacks",
 }

@@ -55,7 +55,7 @@ class VoxelGrid(Movable):
         coords: (N, 1+D) integer tensor, D from 1 to 4; column 0 is the batch item (>= 0), the others are voxel indices,
             negatives allowed. The grid keeps a copy, int32: what is written to yours later changes no grid.
         batch_size: number of batch items, empty ones included; default: the largest one present + 1.
-        voxel_size: edge of a voxel in the user's length unit, one number or one an axis; default 1.
+        voxel_size: edge of a voxel in the user's length unit, one number or one per axis; default 1.
         origin: position of the lower corner of voxel 0, same unit; default 0.
         duplicates: ``"error"`` or ``"first"``, which keeps the first row of each voxel.
 
@@ -233,7 +233,7 @@ class VoxelGrid(Movable):
         return None if is_grouped else torch.argsort(items, stable=True).to(self.device)
 
     def positions(self) -> Float32[torch.Tensor, "N D"]:
-        """Centres of the voxels, (N, D) float32 in the length unit of voxel_size."""
+        """Centers of the voxels, (N, D) float32 in the length unit of voxel_size."""
         like = self.coords.new_empty(0, dtype=torch.float32)
         return like.new_tensor(self.origin) + like.new_tensor(self.voxel_size) * (self.coords[:, 1:].float() + 0.5)
 

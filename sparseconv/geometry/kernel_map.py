@@ -58,7 +58,7 @@ class KernelMap(Movable):
 
     - ``neighbors`` (K, N_out) int32: the input row that an output row meets through tap k, -1 where there is none;
     - ``in_rows``, ``out_rows`` (P,) int32 ordered by tap, with ``tap_offsets`` (K+1,) int64 on the map's device and
-      ``tap_counts``, edges a tap, on the CPU.
+      ``tap_counts``, edges per tap, on the CPU.
 
     Two voxels side by side on a line, and three taps:
 

@@ -55,7 +55,7 @@ class IndexProjection:
         checked = {name: integers(values, name) for name, values in given.items()}
         for name, values in checked.items():
             if len(values) != rank:
-                raise ValueError(f"{name} must have {rank} entries, one a row of the matrix; got {values}")
+                raise ValueError(f"{name} must have {rank} entries, one per row of the matrix; got {values}")
         shape, step = checked["shape"], checked["step"]
         if min(shape, default=1) < 1 or min(step, default=1) < 1:
             raise ValueError(f"shape and step must be positive on every axis; got {shape} and {step}")
@@ -76,7 +76,7 @@ class IndexProjection:
 
     @classmethod
     def linear(cls, strides: Sequence[int], offset: Sequence[int] | None = None) -> IndexProjection:
-        """One element a point, walking each axis by its stride, which may be negative or zero."""
+        """One element per point, walking each axis by its stride, which may be negative or zero."""
         rank = len(strides)
         matrix = tuple(tuple(strides[i] if i == j else 0 for j in range(rank)) for i in range(rank))
         return cls(matrix, tuple(offset) if offset is not None else (0,) * rank, (1,) * rank)

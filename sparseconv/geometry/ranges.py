@@ -67,7 +67,7 @@ def per_axis(value: int | Sequence[int], rank: int, name: str, minimum: int | No
 
 @dataclass(frozen=True, init=False)
 class IndexRange:
-    """A box of integer points: ``start`` inclusive, ``end`` exclusive, one integer an axis.
+    """A box of integer points: ``start`` inclusive, ``end`` exclusive, one integer per axis.
 
     >>> IndexRange((0, -2), (3, 2)).shape
     (3, 4)

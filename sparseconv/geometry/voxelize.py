@@ -39,7 +39,7 @@ def voxelize(
     Args:
         points: (M, D) floating point, D from 1 to 4, in the unit of ``voxel_size``; float32 or wider, since float16
             numbers near 100 are 0.06 apart.
-        voxel_size: edge of a voxel, one number or one an axis.
+        voxel_size: edge of a voxel, one number or one per axis.
         batch: (M,) integers, the batch item of each point; default: one scene.
         batch_size: number of batch items; default: the largest one present + 1.
         origin: position of the lower corner of voxel 0.
@@ -167,7 +167,7 @@ def _bounds(cells: torch.Tensor, batch: torch.Tensor | None) -> tuple[Floats, Fl
 
 def _coarse(dtype: torch.dtype, size: Floats, corner: Floats, low: Sequence[float], high: Sequence[float]) -> str:
     """What to say where numbers of a dtype, as large as those of points in these cells, are further apart than voxels:
-    of neighbouring voxels some can hold no point. Empty where they are not."""
+    of neighboring voxels some can hold no point. Empty where they are not."""
     eps = torch.finfo(dtype).eps
     for s, c, first, last in zip(size, corner, low, high):
         furthest = max(abs(first * s + c), abs(last * s + c))

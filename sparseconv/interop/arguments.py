@@ -100,7 +100,7 @@ def check_order(call: str, features: Any, coordinates: Any) -> None:
 
 
 def axes(value: Any, rank: int, name: str, minimum: int | None = None) -> list[int]:
-    """One whole number an axis, from one for all or a sequence of them.
+    """One whole number per axis, from one for all or a sequence of them.
 
     >>> axes(3, 2, "stride"), axes(np.array([1.0, 2.0]), 2, "stride")
     ([3, 3], [1, 2])

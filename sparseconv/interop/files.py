@@ -159,7 +159,7 @@ def check_entries(state: Mapping[Any, Any]) -> None:
 
 
 def _stored(key: str, value: torch.Tensor, seen: set[int]) -> torch.Tensor:
-    """A tensor as a file holds it: its own numbers and no more, apart from its neighbours'."""
+    """A tensor as a file holds it: its own numbers and no more, apart from its neighbors'."""
     check_values(f"state[{key!r}]", value)
     own = value.detach().resolve_conj().resolve_neg().contiguous()
     if own.untyped_storage().nbytes() != own.nbytes or own.data_ptr() in seen:

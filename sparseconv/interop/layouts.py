@@ -33,7 +33,7 @@ class Layout:
     name: str
     axes: str
     parameter: str = "weight"
-    #: of ``v``: the axis whose taps are neighbours; "odd_first" is first for an odd number of taps and last for an even
+    #: of ``v``: the axis whose taps are neighbors; "odd_first" is first for an odd number of taps and last for an even
     fastest: Literal["last", "first", "odd_first"] = "last"
     #: the dimensions where there is one tap; None for no exception, "memory" for (C_in, C_out) under the usual shape
     one_tap: str | None = None
@@ -279,7 +279,7 @@ def saved_to_krsc(weight: torch.Tensor, saved: str) -> torch.Tensor:
 def hyper_cross_taps(rank: int, radius: int | Sequence[int] = 1) -> list[Ints]:
     """The taps of MinkowskiEngine's hyper-cross in its order, for ``taps=`` of a plan or layer.
 
-    The centre, then for each axis +1 .. +radius, -radius .. -1; ``radius`` is one integer, or one an axis.
+    The center, then for each axis +1 .. +radius, -radius .. -1; ``radius`` is one integer, or one per axis.
 
     >>> hyper_cross_taps(2)
     [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]

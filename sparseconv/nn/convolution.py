@@ -107,9 +107,9 @@ class SubmanifoldConv(ConvolutionModule):
     Args:
         in_channels: C_in.
         out_channels: C_out.
-        kernel_size: taps along each axis, one integer or one an axis; None where ``taps`` (K, D) are given.
+        kernel_size: taps along each axis, one integer or one per axis; None where ``taps`` (K, D) are given.
         stride: 1, since outputs lie on the input's voxels.
-        padding, dilation, taps, boundary, groups, backend: those of `ConvolutionPlan`. Without one, padding centres
+        padding, dilation, taps, boundary, groups, backend: those of `ConvolutionPlan`. Without one, padding centers
             the window, where torch's and spconv's layers pad by 0.
         bias: whether to add one.
         rank: number of spatial axes, 1 to 4.
@@ -176,7 +176,7 @@ class Conv(_TargetedConv):
     """Convolution onto coarse voxels, onto every reachable voxel, or onto a grid given at the call.
 
     Args:
-        stride: one integer or one an axis. Where it is not 1, outputs are all coarse voxels that see an input.
+        stride: one integer or one per axis. Where it is not 1, outputs are all coarse voxels that see an input.
         target: ``"full"`` for every reachable voxel at stride 1 too; None as in `ConvolutionPlan`.
 
     The other arguments are those of `SubmanifoldConv`.

@@ -203,7 +203,7 @@ def _as_tuples(taps: torch.Tensor | Sequence[Sequence[int]]) -> tuple[tuple[int,
     if listed.is_floating_point() or listed.is_complex() or listed.dtype == torch.bool:
         raise TypeError(f"taps must be integers, but their dtype is {listed.dtype}: round them first")
     if listed.ndim != 2:
-        raise ValueError(f"taps must be (K, D), one row a tap; got {tuple(listed.shape)}")
+        raise ValueError(f"taps must be (K, D), one row per tap; got {tuple(listed.shape)}")
     return tuple(tuple(tap) for tap in listed.tolist())
 
 

@@ -53,7 +53,7 @@ def features_of(x: Any, module: torch.nn.Module, channels: int | None = None, fl
     if floating and not features.is_floating_point():
         raise TypeError(f"{name} takes features in floating point, but their dtype is {features.dtype}: x.float() is")
     if features.ndim != 2:
-        raise ValueError(f"{name} takes features (N, C), one row a voxel; got {tuple(features.shape)}")
+        raise ValueError(f"{name} takes features (N, C), one row per voxel; got {tuple(features.shape)}")
     if channels is not None and features.shape[1] != channels:
         raise ValueError(f"{name} was made for {channels} channels; got features {tuple(features.shape)}")
     return features

@@ -128,7 +128,7 @@ class GroupNorm(SparseModule, torch.nn.GroupNorm):
 
         y = (x - mean[b, g]) / sqrt(var[b, g] + eps) * weight + bias
 
-    Differentiable to any order; statistics in fp32 for halves; an empty item has nothing to normalise.
+    Differentiable to any order; statistics in fp32 for halves; an empty item has nothing to normalize.
 
     >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1]]))
     >>> GroupNorm(1, 1)(torch.tensor([[1.0], [3.0]]), grid=grid).tolist()
@@ -187,7 +187,7 @@ class InstanceNorm(SparseModule):
 
 
 def _per_item(x: Any, grid: VoxelGrid | None, norm: Any, channels: int, groups: int) -> Any:
-    """Normalise groups of channels over the voxels of each item, then scale and shift."""
+    """Normalize groups of channels over the voxels of each item, then scale and shift."""
     features = features_of(x, norm, channels)
     grid = grid_in(x, norm, "grid=") if grid is None else grid
     if grid.is_shared:

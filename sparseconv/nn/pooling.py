@@ -24,11 +24,11 @@ class WindowPool(SparseModule):
     """What the pooling modules share: a window, and how a plan for it is found.
 
     Args:
-        kernel_size: voxels along each axis of the window, one integer or one an axis; None where ``taps`` are given.
+        kernel_size: voxels along each axis of the window, one integer or one per axis; None where ``taps`` are given.
         stride: default ``kernel_size``; 1 where ``taps`` are given.
         target: ``"full"`` or None, as in `Conv`.
         rank: number of spatial axes.
-        padding, dilation, taps, boundary, backend: those of `ConvolutionPlan`. Without one, padding centres the window,
+        padding, dilation, taps, boundary, backend: those of `ConvolutionPlan`. Without one, padding centers the window,
             where torch's and spconv's pools pad by 0.
     """
 

@@ -89,4 +89,4 @@ def _by_mask(
 
 
 def _check(x: torch.Tensor, grid: VoxelGrid) -> None:
-    check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")
+    check_rows("x", x, len(grid), "voxel of the grid", grid.device, "the grid")

@@ -3,7 +3,7 @@
     interpolate:  values[p] = sum over the corners v of p of weight[p, v] * x[v]
     splat:        x[v]      = sum over the points p that v is a corner of, of weight[p, v] * values[p]
 
-Features sit at the centres of their voxels. Linear weights are those of the 2^D centres around a point; the nearest
+Features sit at the centers of their voxels. Linear weights are those of the 2^D centers around a point; the nearest
 voxel is the one that holds it. A corner without a voxel has weight zero, as in a dense array of zeros around the
 voxels; with ``renormalize`` the weights of the others are divided by their sum instead, so that a constant stays one.
 """
@@ -140,7 +140,7 @@ class Interpolation:
         Raises:
             ValueError, TypeError: shapes, devices or dtypes that do not fit the plan.
         """
-        check_rows("x", x, self.num_voxels, "a voxel of the grid", self.device, "the plan")
+        check_rows("x", x, self.num_voxels, "voxel of the grid", self.device, "the plan")
         return self._execute(x, points, splat=False)
 
     def splat(
@@ -150,7 +150,7 @@ class Interpolation:
 
         Arguments, results and errors are those of `interpolate`, with the two sides exchanged.
         """
-        check_rows("values", values, self.num_points, "a point", self.device, "the plan")
+        check_rows("values", values, self.num_points, "point", self.device, "the plan")
         return self._execute(values, points, splat=True)
 
     def weights(self, points: Float[torch.Tensor, "M D"]) -> Float[torch.Tensor, "M 2**D"]:
@@ -195,7 +195,7 @@ class Interpolation:
             )
 
     def _in_voxels(self, points: torch.Tensor) -> torch.Tensor:
-        """Points in voxels, so that corners are integers: centres of voxels if linear, lower corners if nearest."""
+        """Points in voxels, so that corners are integers: centers of voxels if linear, lower corners if nearest."""
         axes = zip(points.double().unbind(1), self._origin, self._voxel_size)
         scaled = torch.stack([(axis - origin) / size for axis, origin, size in axes], 1)
         return scaled - 0.5 if self.mode == "linear" else scaled
@@ -286,7 +286,7 @@ def _check(grid: VoxelGrid, points: torch.Tensor, batch: torch.Tensor | None, mo
     if not points.is_floating_point():
         raise TypeError(f"points must be floating point, in the unit of voxel_size; got {points.dtype}")
     if points.ndim != 2 or points.shape[1] != grid.rank:
-        raise ValueError(f"points must be (M, {grid.rank}), one column an axis of the grid; got {tuple(points.shape)}")
+        raise ValueError(f"points must be (M, {grid.rank}), one column per axis of the grid; got {tuple(points.shape)}")
     if points.device != grid.device:
         raise ValueError(f"the grid is on {grid.device} but points are on {points.device}: move one of them")
     if batch is None:

@@ -44,7 +44,7 @@ def join_items(items: Sequence[torch.Tensor], grid: VoxelGrid) -> torch.Tensor:
 def standardised(x: torch.Tensor, grid: VoxelGrid, groups: int, eps: float) -> torch.Tensor:
     """(x - mean) / sqrt(var + eps) of each group of channels over all voxels of a batch item: (N, C) -> (N, C).
 
-    An item of one number is its own mean; an empty one has nothing to normalise.
+    An item of one number is its own mean; an empty one has nothing to normalize.
     """
     if (traced := recorder(grid)) is not None:
         return traced.standardised(x, groups, eps)

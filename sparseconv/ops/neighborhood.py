@@ -76,7 +76,7 @@ def neighborhood_softmax(logits: Float[torch.Tensor, " P *H"], plan: Convolution
     check_plan(plan)
     check_tensor("logits", logits)
     edges = plan.localize(logits.new_zeros(plan.num_in, 0))[1].kernel_map
-    check_rows("logits", logits[:, None] if logits.ndim == 1 else logits, edges.num_pairs, "an edge", plan.device,
+    check_rows("logits", logits[:, None] if logits.ndim == 1 else logits, edges.num_pairs, "edge", plan.device,
                "the plan")  # fmt: skip
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     columns = wide[:, None] if logits.ndim == 1 else wide
@@ -174,7 +174,7 @@ def depthwise_convolution(
     """
     check_plan(plan)
     check_tensor("weight", weight)
-    check_rows("x", x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan")
+    check_rows("x", x, plan.num_in, "voxel of the plan's source", plan.device, "the plan")
     taps = weight[:, 0] if weight.ndim == 3 and weight.shape[1] == 1 else weight
     if taps.shape != (plan.num_taps, x.shape[1]):
         raise ValueError(
@@ -188,13 +188,13 @@ def depthwise_convolution(
 def _sources(name: str, x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
     """x (N_in, C) or (N_in, H, C), checked; of a sharded scene, with what this rank's outputs see of other ranks."""
     check_plan(plan)
-    check_rows(name, x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan", (2, 3))
+    check_rows(name, x, plan.num_in, "voxel of the plan's source", plan.device, "the plan", (2, 3))
     rows, local = plan.localize(x.flatten(1))
     return rows.unflatten(1, x.shape[1:]) if x.ndim == 3 else rows, local
 
 
 def _check_targets(q: torch.Tensor, k: torch.Tensor, plan: ConvolutionPlan) -> None:
-    check_rows("q", q, plan.kernel_map.num_out, "a voxel of the plan's target", plan.device, "the plan", (2, 3))
+    check_rows("q", q, plan.kernel_map.num_out, "voxel of the plan's target", plan.device, "the plan", (2, 3))
     if q.shape[1:] != k.shape[1:]:
         raise ValueError(f"q and k must have the same heads and channels; got {tuple(q.shape)} and {tuple(k.shape)}")
 

@@ -131,7 +131,7 @@ class Patches:
 
         Args:
             grid: whose voxels are grouped, not one of fixed size.
-            size: voxels of a window along each axis, one number or one an axis.
+            size: voxels of a window along each axis, one number or one per axis.
             shift: of the windows' corners, in voxels.
 
         Returns:
@@ -160,7 +160,7 @@ class Patches:
 
         A row is shown by two slots at most that others see, so gradients are the same bits in every run.
         """
-        check_rows("x", x, self.num_rows, "a row", self.device, "the patches")
+        check_rows("x", x, self.num_rows, "voxel", self.device, "the patches")
         return x.index_select(0, self.rows(order)).unflatten(0, (self.num_patches, self.size))
 
     def rows(self, order: Integer[torch.Tensor, " N"] | None = None) -> Int64[torch.Tensor, " patches*slots"]:
@@ -217,7 +217,7 @@ class Patches:
     def _mask(self, q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """What is added to the logits, of the dtype that they are computed in; None for nothing.
 
-        Slots that nobody sees get -inf. Where that is all, it is a row a patch that stands for all rows: of a mask of
+        Slots that nobody sees get -inf. Where that is all, it is one row per patch for all rows: of a mask of
         booleans torch would make numbers for every pair of slots, and keep them for the gradients.
         """
         empty = None if self.seen is None else ~self.seen[:, None, None]
@@ -235,7 +235,7 @@ class Patches:
 
 @transforms.constant
 def _of_known(counts: Sequence[int], size: int, num_patches: int, device: torch.device) -> Patches:
-    """`Patches` of items of ``size`` rows or more, which the CPU knows: three launches an item, not thirty in all."""
+    """`Patches` of items of ``size`` rows or more, which the CPU knows: three launches per item, not thirty in all."""
     made, rows, slot = object.__new__(Patches), 0, 0
     places, slots = [], []
     for n in counts:

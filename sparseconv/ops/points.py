@@ -48,7 +48,7 @@ class PointGroups:
         if point_rows.is_floating_point() or point_rows.is_complex() or point_rows.dtype == torch.bool:
             raise TypeError(f"point_rows must be integers; got {point_rows.dtype}")
         if point_rows.ndim != 1:
-            raise ValueError(f"point_rows must be (M,), one row a point; got {tuple(point_rows.shape)}")
+            raise ValueError(f"point_rows must be (M,), one row per point; got {tuple(point_rows.shape)}")
         rows = point_rows.to(torch.int64, copy=True)  # nobody else writes to it
         ordered, order = torch.sort(rows, stable=True)
         ends = ordered[[0, -1]].tolist() if len(rows) else [-1, -1]
@@ -84,7 +84,7 @@ class PointGroups:
         Raises:
             ValueError, TypeError: shapes, dtypes or devices that do not fit, or another ``how``.
         """
-        check_rows("features", features, self.num_points, "a point", self.device, "the plan")
+        check_rows("features", features, self.num_points, "point", self.device, "the plan")
         check_choice("how", how, ("mean", "sum", "max"))
         if how == "max":
             return _choice(features, self._winners(features.detach()), self._rows, False)
@@ -96,7 +96,7 @@ class PointGroups:
 
     def spread(self, x: Float[torch.Tensor, "N C"]) -> Float[torch.Tensor, "M C"]:
         """Each point takes the features of its voxel: (N, C) -> (M, C); the transpose of the sum."""
-        check_rows("x", x, self.num_voxels, "a voxel", self.device, "the plan")
+        check_rows("x", x, self.num_voxels, "voxel", self.device, "the plan")
         with torch.autocast(x.device.type, enabled=False):
             return sparse_scale(x, *self._infos[::-1])
 

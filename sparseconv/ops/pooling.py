@@ -101,7 +101,7 @@ def max_pool(
 
 
 def unpool(x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan) -> Float[torch.Tensor, "N_out C"]:
-    """Copy coarse voxels onto the fine ones that they were made from: nearest-neighbour upsampling.
+    """Copy coarse voxels onto the fine ones that they were made from: nearest-neighbor upsampling.
 
     Args:
         x: (N_coarse, C).
@@ -383,5 +383,5 @@ def _degrees(kernel_map: KernelMap) -> torch.Tensor:
 def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
     """x and the plan, checked; of a sharded scene, with what this rank's outputs see of other ranks."""
     check_plan(plan)
-    check_rows("x", x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan")
+    check_rows("x", x, plan.num_in, "voxel of the plan's source", plan.device, "the plan")
     return plan.localize(x)

@@ -24,7 +24,7 @@ def check_rows(
     check_tensor(name, x)
     if x.ndim not in ranks or x.shape[0] != rows:
         shapes = " or ".join(f"({', '.join([str(rows), 'H', 'C'][:: 2 if rank == 2 else 1])})" for rank in ranks)
-        raise ValueError(f"{name} must be {shapes}, one row {each}; got {tuple(x.shape)}")
+        raise ValueError(f"{name} must be {shapes}, one row per {each}; got {tuple(x.shape)}")
     if not x.is_floating_point() or x.element_size() < 2:
         raise TypeError(f"{name} must be floating point, of 16 bits or more; got {x.dtype}")
     if x.device != device:

@@ -1,7 +1,7 @@
 """Voxels in a row along space-filling curves, batch item by batch item.
 
     z        bits of the axes in turn, the first axis highest
-    hilbert  neighbours on the curve are neighbours in space
+    hilbert  neighbors on the curve are neighbors in space
     -trans   the same curve with the first two axes exchanged
 
 A curve visits all children of a coarse cell before it goes on: the code of ``c >> 1`` is that of c without its last D

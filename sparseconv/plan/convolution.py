@@ -59,8 +59,8 @@ class ConvolutionPlan(Movable):
 
     Args:
         source: the grid of the inputs.
-        kernel_size: taps along each axis, one integer or one an axis; None where ``taps`` are given.
-        stride, dilation: one integer or one an axis.
+        kernel_size: taps along each axis, one integer or one per axis; None where ``taps`` are given.
+        stride, dilation: one integer or one per axis.
         padding: default floor(dilation * (kernel_size - 1) / 2), torch's phase for "same"; 0 for explicit taps.
         taps: explicit integer taps (K, D) instead of the box, for crosses and custom stencils.
         target: the grid of the outputs; ``"full"`` for every reachable voxel; None for the source itself at stride 1
@@ -503,7 +503,7 @@ def check_operands(
     shape, (_, group_in, c_out), dtype = x.shape, taps.shape, x.dtype
     if len(shape) != 2 or shape[0] != rows:
         raise ValueError(
-            f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(shape)}{rows_of_points(shape)}"
+            f"x must be ({rows}, C_in), one row per voxel of the source grid; got {tuple(shape)}{rows_of_points(shape)}"
         )
     if not dtype.is_floating_point:
         raise TypeError(f"x must be floating point; got {dtype}")

@@ -42,7 +42,7 @@ def plan_within(
     Args:
         grid: where the inputs are.
         shape: cells of the output along each axis; see `dense_shape`.
-        kernel_size, stride, padding, dilation: of the window, one integer or one an axis.
+        kernel_size, stride, padding, dilation: of the window, one integer or one per axis.
         generative: from coarse voxels to fine ones.
         ends: (D,) int32 on the device, where the output of the scene in a `FixedGrid` ends, within ``shape``; not for
             a generative plan.

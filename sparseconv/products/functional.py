@@ -141,7 +141,7 @@ def sparse_inner(
     *,
     out: Float[torch.Tensor, "... out_size"] | None = None,
 ) -> Float[torch.Tensor, "... out_size"]:
-    """Sums of scaled inner products of rows; the logits of an attention over neighbours are one.
+    """Sums of scaled inner products of rows; the logits of an attention over neighbors are one.
 
         z[n, row(M)] = sum over t in segment M of scale[t] * sum over c of x[n, index1[t], c] * y[n, index2[t], c]
 

@@ -47,7 +47,7 @@ def least_rows(
         num_rows: rows of the output.
 
     Returns:
-        One number an input: its ``rows`` where known. Where there are no values (meta tensors, while torch traces),
+        One number per input: its ``rows`` where known. Where there are no values (meta tensors, while torch traces),
         an unknown size counts as 0.
 
     Raises:

@@ -30,8 +30,8 @@ def quantize(
     """An 8-bit copy of a network, calibrated on scenes: int8 weights and activations, int32 sums.
 
     The network is recorded on a few voxels, and what was recorded runs on every scene once. Norms are folded into the
-    convolutions before them; residuals and activations join them. Scales are symmetric: one an output channel for
-    weights, one a tensor for activations. The arithmetic is `sparseconv.backends.integers`.
+    convolutions before them; residuals and activations join them. Scales are symmetric: one per output channel for
+    weights, one per tensor for activations. The arithmetic is `sparseconv.backends.integers`.
 
     Args:
         net: takes a `SparseTensor`; in evaluation mode. It stays as it is.

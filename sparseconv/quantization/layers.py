@@ -216,7 +216,7 @@ class IntegerConvolution(Convolution):
 
 
 class Affine(StepWithNumbers):
-    """A norm that follows no convolution: x * weight + bias with int32 numbers a channel, rescaled."""
+    """A norm that follows no convolution: x * weight + bias with int32 numbers per channel, rescaled."""
 
     kind = "norm"
     multiplier: torch.Tensor

@@ -77,7 +77,7 @@ def voxels_of(cells: IndexRange | None, start: list[int], shifts: list[int]) -> 
 def shifts_for(tight: IndexRange, most: int) -> list[int]:
     """How many bits of each coordinate a cell leaves out, so that there are at most so many cells.
 
-    Cells are as near cubes as may be; items of a batch share one only where there are more of them than cells a side.
+    Cells are as near cubes as may be; items of a batch share one only where there are more of them than cells per side.
     """
     shifts = [0] * tight.rank
     while True:

@@ -52,7 +52,7 @@ class Scene:
         if coords.dtype not in INTEGERS:
             raise TypeError(f"coords must be integers; got {coords.dtype}")
         if features.ndim != 2 or features.shape[0] != coords.shape[0]:
-            raise ValueError(f"features must be ({coords.shape[0]}, C), one row a voxel; got {tuple(features.shape)}")
+            raise ValueError(f"features must be ({coords.shape[0]}, C), one row per voxel; got {tuple(features.shape)}")
         start: list[int] = []
         end: list[int] = []
         for first in range(0, len(coords), piece):

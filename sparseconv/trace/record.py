@@ -312,7 +312,7 @@ def _item(recording: Recording, args: tuple, place: int) -> Any:
                 place=place,
             )
             return recording.rows(call)
-        recording.refuse("a tensor of the whole scene is indexed by rows", "index it by one integer a row")
+        recording.refuse("a tensor of the whole scene is indexed by rows", "index it by one integer per row")
     if isinstance(index, Recorded):
         for number, step in enumerate(steps):
             if isinstance(step, SubsetGrid) and step.mask == index.number and step.of == place:

@@ -42,7 +42,7 @@ def dense_against_sparse(
         kernel_size: the width of the window.
 
     Returns:
-        Multiplications by a weight in the layer, (dense, sparse): cells times taps, and pairs of neighbours.
+        Multiplications by a weight in the layer, (dense, sparse): cells times taps, and pairs of neighbors.
 
     >>> from sparseconv.viz import new_figure
     >>> with new_figure(4, 2) as figure:

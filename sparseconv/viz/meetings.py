@@ -35,7 +35,7 @@ def busiest_row(plan: ConvolutionPlan) -> int:
 
 
 def draw_lines(axes: Axes, plan: ConvolutionPlan, *, title: str = "") -> None:
-    """Draw a plan of rank 1 whole: inputs below, outputs above, a line an edge, coloured by its tap.
+    """Draw a plan of rank 1 whole: inputs below, outputs above, a line an edge, colored by its tap.
 
     Voxels lie at their place; hollow squares are places of the extent where no voxel is.
 
@@ -177,7 +177,7 @@ def draw_cells(axes: Axes, grid: VoxelGrid, *, unit: str | None = None) -> None:
 
 
 def tap_colours(taps: int) -> list[Any]:
-    """A colour a tap: distinct ones where they are few, else along a map."""
+    """A color a tap: distinct ones where they are few, else along a map."""
     from matplotlib import colormaps
 
     few = (*CATEGORIES, "#882255")

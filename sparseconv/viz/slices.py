@@ -22,7 +22,7 @@ def slice_image(
 
     Args:
         grid: rank 3.
-        values: (N,) numbers or (N, C) colours, one row a voxel.
+        values: (N,) numbers or (N, C) colors, one row per voxel.
         axis: 0, 1 or 2, the normal of the plane; the other two axes become columns and rows, in this order.
         at: where the plane is along its normal, in the length unit of the grid's voxel size.
         batch: the item to show.

@@ -150,12 +150,12 @@ def render_surface(
 
     Args:
         solid: (X, Y, Z) floats, how much of each cell is filled; z is up.
-        colours: (3, X, Y, Z) in [0, 1], the colour of each cell.
+        colors: (3, X, Y, Z) in [0, 1], the color of each cell.
         azimuth, elevation: where the viewer stands, in degrees: azimuth 0 looks back from +x, 90 from +y.
         pixels: width and height; the picture spans the box's diagonal.
         level: the value of ``solid`` at the surface.
         shine: the strength of the highlight.
-        depth_of_colour: how far below the surface its colour is read, in cells.
+        depth_of_color: how far below the surface its color is read, in cells.
 
     Returns:
         (pixels, pixels, 4) float32 in [0, 1], row 0 on top; transparent where no ray meets the surface.

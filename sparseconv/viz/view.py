@@ -250,7 +250,7 @@ def _scene(grid: VoxelGrid, values: torch.Tensor, colours: np.ndarray | None) ->
 
 
 def _category_colours(values: torch.Tensor) -> np.ndarray:
-    """(N,) int: a colour 0xRRGGBB for each whole number."""
+    """(N,) int: a color 0xRRGGBB for each whole number."""
     table = np.array([_number(colour) for colour in CATEGORIES])
     return table[values.long().numpy() % len(CATEGORIES)]
 

@@ -226,7 +226,7 @@ def test_refusals_say_what_to_do(monkeypatch):
     assert BACKEND.unsupported(request(8, 8)) is None
     assert "on cuda" in BACKEND.unsupported(request(8, 8, device="cuda"))
     assert "int32" in BACKEND.unsupported(request(8, 8, dtype=torch.int32))
-    assert "1 channels a group" in BACKEND.unsupported(request(8, 8, groups=8))
+    assert "1 channels per group" in BACKEND.unsupported(request(8, 8, groups=8))
 
     def broken():
         raise OSError("libLLVM.so: no such file")

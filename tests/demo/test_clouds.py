@@ -76,7 +76,7 @@ def test_more_columns_and_whole_numbers_are_taken(tmp_path):
     ("array", "sentence"),
     [
         (np.zeros((0, 3)), "holds no points"),
-        (np.zeros((5, 2)), r"shape \(5, 2\), not \(M, 3\): one row a point"),
+        (np.zeros((5, 2)), r"shape \(5, 2\), not \(M, 3\): one row per point"),
         (np.zeros((3, 500)).T.copy().T[:, :2], r"shape \(3, 2\), not \(M, 3\): transpose it"),
         (np.zeros(7), r"shape \(7,\)"),
         (np.array([[0, 0, 0], [np.nan, 0, 0], [0, np.inf, 0]]), "2 of the 3 points .* are NaN or infinite: drop them"),

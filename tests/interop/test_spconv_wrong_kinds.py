@@ -102,12 +102,12 @@ WRONG = {
     "rows without an index": (
         lambda: spconv.SubMConv3d(5, 6, 1)(tensor(features=FEATURES[:-3])),
         ValueError,
-        "one row an index",
+        "one row per index",
     ),
     "a sum without an index": (
         lambda: functional.sparse_add(tensor(features=FEATURES[:-3]), tensor()),
         ValueError,
-        "one row a voxel",
+        "one row per voxel",
     ),
     "another dtype, one tap": (
         lambda: spconv.SubMConv3d(5, 6, 1)(tensor(features=FEATURES.double())),

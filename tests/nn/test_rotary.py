@@ -183,7 +183,7 @@ def test_no_voxel_names_and_errors():
         nn.SerializedAttention(24, 2)(x, positions=x.coords[:, 1:])
     with pytest.raises(ValueError, match=r"positions \(N, 3\)"):
         net(x, positions=x.coords)
-    with pytest.raises(ValueError, match="one row a position"):
+    with pytest.raises(ValueError, match="one row per position"):
         net(x, positions=x.coords[:5, 1:])
     with pytest.raises(ValueError, match="multiple of 6 channels; got 16"):
         nn.RotaryPositions(16)

@@ -178,7 +178,7 @@ def test_errors_say_what_to_do():
         ("same heads and channels", ValueError, lambda: ops.neighborhood_logits(q, k[:, 1:], plan)),
         ("v must have the heads", ValueError, lambda: ops.neighborhood_attention(q, k, v[:, None], plan)),
         ("bias must be", ValueError, lambda: ops.neighborhood_attention(q, k, v, plan, bias=bias[1:])),
-        ("one row an edge", ValueError, lambda: ops.neighborhood_softmax(bias, plan)),
+        ("one row per edge", ValueError, lambda: ops.neighborhood_softmax(bias, plan)),
         ("floating point", TypeError, lambda: ops.neighborhood_logits(q, k.long(), plan)),
         ("the plan is on cpu", ValueError, lambda: ops.neighborhood_logits(q, k.to("meta"), plan)),
         ("weight must be", ValueError, lambda: ops.depthwise_convolution(k, torch.zeros(3, 3), plan)),

@@ -103,7 +103,7 @@ def test_errors_say_what_to_do():
     groups = ops.PointGroups(rows, 5)
     for match, kind, call in (
         ("must be integers", TypeError, lambda: ops.PointGroups(rows.float(), 5)),
-        ("one row a point", ValueError, lambda: ops.PointGroups(rows[None], 5)),
+        ("one row per point", ValueError, lambda: ops.PointGroups(rows[None], 5)),
         (r"within -1 \(no voxel\) .. 3", ValueError, lambda: ops.PointGroups(rows, 4)),
         (r"got -2 .. 2", ValueError, lambda: ops.PointGroups(rows - 2, 4)),
         ("'mean', 'sum', 'max', but it is 'min'", ValueError, lambda: groups.reduce(torch.zeros(3, 1), "min")),

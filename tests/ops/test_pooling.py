@@ -203,7 +203,7 @@ def test_errors_say_what_to_do():
         ops.max_unpool(torch.zeros(10, 2), torch.zeros(10, 2), plan)
     with pytest.raises(ValueError, match="winners must be"):
         ops.max_unpool(torch.zeros(10, 2), torch.zeros(10, 3, dtype=torch.int16), plan)
-    with pytest.raises(ValueError, match="one row a voxel of the grid"):
+    with pytest.raises(ValueError, match="one row per voxel of the grid"):
         ops.global_sum_pool(torch.zeros(9, 2), plan.source)
     with pytest.raises(ValueError, match="the plan is on cpu"):
         ops.sum_pool(torch.zeros(10, 2, device="meta"), plan)

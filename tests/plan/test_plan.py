@@ -145,7 +145,7 @@ def test_what_a_damaged_file_says_is_refused(grid):
     assert torch.equal(through_a_file(moved).lookup(grid.coords * 3), torch.arange(len(grid)))
     longer = through_a_file(x)
     longer.__dict__["features"] = torch.randn(3, 4)
-    with pytest.raises(ValueError, match="one row a voxel"):
+    with pytest.raises(ValueError, match="one row per voxel"):
         through_a_file(longer)
     ins, outs, offsets = sc.ConvolutionPlan(grid, 3).kernel_map.pairs
     for pairs in (
@@ -322,8 +322,8 @@ def test_calls_that_cannot_be(grid):
         with pytest.raises(error, match=message):
             by.execute(*args)
 
-    refuses(ValueError, "one row a voxel", torch.zeros(n + 1, 4), w)
-    refuses(ValueError, "one row a voxel", torch.zeros(4), w)
+    refuses(ValueError, "one row per voxel", torch.zeros(n + 1, 4), w)
+    refuses(ValueError, "one row per voxel", torch.zeros(4), w)
     refuses(TypeError, "floating", torch.zeros(n, 4, dtype=torch.int32), w)
     refuses(ValueError, "takes 4", torch.zeros(n, 5), w)
     refuses(ValueError, "K = 27", x, torch.zeros(8, 4, 6))

@@ -81,7 +81,7 @@ def test_the_largest_sums_that_are_allowed(name):
 
 def test_sums_past_32_bits_are_refused():
     check_bound(27, 4854)
-    with pytest.raises(ValueError, match=r"27 taps of 4855 channels a group could sum up to .* past 2\^31 - 1"):
+    with pytest.raises(ValueError, match=r"27 taps of 4855 channels per group could sum up to .* past 2\^31 - 1"):
         check_bound(27, 4855)
     with pytest.raises(ValueError, match=r"past 2\^31 - 1"):
         convolve(line(), bytes_of(4, 1), bytes_of(3, 1, 1), torch.tensor([2**31 - 1], dtype=I32))

@@ -216,7 +216,7 @@ def test_numbers_that_are_not_finite_do_not_calibrate():
 
 def test_a_layer_whose_sums_could_overflow_is_named():
     net = nn.Sequential(nn.SubmanifoldConv(4, 5000, 1), nn.SubmanifoldConv(5000, 1, 3)).eval()
-    with pytest.raises(ValueError, match="27 taps of 5000 channels a group"):
+    with pytest.raises(ValueError, match="27 taps of 5000 channels per group"):
         sc.quantize(net, [scene(points=5)])
 
 

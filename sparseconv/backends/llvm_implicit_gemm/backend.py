@@ -66,7 +66,7 @@ class LlvmImplicitGemm(Backend):
     def unsupported(self, request: Request) -> str | None:
         channels = min(request.c_in, request.c_out) // request.groups
         if request.groups > 1 and channels < NARROW:
-            return f"{channels} channels a group are no product: it needs {NARROW}"
+            return f"{channels} channels per group are no product: it needs {NARROW}"
         return not_on_cpu(request) or missing()
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ _WITH_TORCH = NumpyGatherScatter()
 
 
 def _is_wide(kernel_map: KernelMap, numbers: int) -> bool:
-    """Whether torch sums the gradient of a weight with so many numbers a tap."""
+    """Whether torch sums the gradient of a weight with so many numbers per tap."""
     return numbers >= WIDE and numbers * kernel_map.num_pairs >= MANY
 
 

@@ -389,7 +389,7 @@ class Loops(Emitter):
                 self.store(total, line, self.place(at), width)
 
     def share(self, coming: Any, edge: Any, rows: int, block: Shape) -> Any:
-        """What a tile asks for of the weights that come next: of each row, another line than its neighbours do."""
+        """What a tile asks for of the weights that come next: of each row, another line than its neighbors do."""
         lines = max(1, self.size * sum(block) // LINE)
         line = self.b.srem(self.b.sdiv(edge, self.place(rows)), self.place(lines))
         return self.b.gep(coming, [self.b.mul(line, self.place(LINE // self.size))])

@@ -43,7 +43,7 @@ class ConvConfig:
     weight_copy: bool = False
     #: groups of taps computed apart and added in a fixed order: more programs where rows are few
     tap_groups: int = 1
-    #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
+    #: rows sorted inside runs of neighboring rows, tiles launched in that order: more waste, fewer reads from memory
     morton_runs: bool = False
     #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
     tma_weights: bool = False

@@ -31,14 +31,14 @@ ROW_BITS = gl.constexpr(schedule.ROW_BITS)
 
 @gluon.constexpr_function
 def row_layout(columns, warps, unit, run=1):
-    """Rows of ``columns`` numbers in pieces of ``unit``, neighbouring lanes along the row, ``run`` rows a lane."""
+    """Rows of ``columns`` numbers in pieces of ``unit``, neighboring lanes along the row, ``run`` rows per lane."""
     lanes = min(columns // unit, 32)
     return gl.BlockedLayout([run, unit], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def gather_layout(rows, columns, warps, unit):
-    """As ``row_layout``, with up to 4 rows a lane next to each other: their numbers are read at once."""
+    """As ``row_layout``, with up to 4 rows per lane next to each other: their numbers are read at once."""
     return row_layout(columns, warps, unit, max(1, min(4, rows * min(columns // unit, 32) // (32 * warps))))
 
 
@@ -300,7 +300,7 @@ def takes_wgmma(rows, unit):
 @gluon.constexpr_function
 def pairs_layout(columns, unit, wgmma):
     """How the rows of pairs lie in shared memory: as wgmma reads them; for mma, so that 8 halves in each of 8 rows, or
-    8 neighbours of single numbers in each of 4, which it takes at once, lie in different banks."""
+    8 neighbors of single numbers in each of 4, which it takes at once, lie in different banks."""
     if wgmma:
         return shared_layout(columns, unit)
     if unit == 8:

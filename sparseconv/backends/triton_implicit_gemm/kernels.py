@@ -256,7 +256,7 @@ def load_pair(ptr, start, ps, count, ASM_LOADS: tl.constexpr):
 def weight_grad_kernel(
     feats_ptr,  # (N_in, GROUPS * GROUP_IN)
     grad_ptr,  # (N_out, GROUPS * GROUP_OUT)
-    out_ptr,  # fp32 (J, GROUP_IN, GROUPS * GROUP_OUT) partial sums, or (K, ...) of the weight's dtype: one job a tap
+    out_ptr,  # fp32 (J, GROUP_IN, GROUPS * GROUP_OUT) partial sums, or (K, ...) of the weight's dtype: one job per tap
     in_rows_ptr, out_rows_ptr, job_begin_ptr, job_end_ptr, job_order_ptr,
     stride_feats_n, stride_grad_n, UNIT: tl.constexpr,
     GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,

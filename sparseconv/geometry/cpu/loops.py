@@ -32,13 +32,13 @@ def edge_loop() -> Callable[..., int]:
 
 @cache
 def mark_loop(axes: int) -> Callable[..., int]:
-    """mark(n, items, words a line; coords (n, 1 + axes) int32, windows (axes, 6) int64, bits) -> how many are new."""
+    """mark(n, items, words per line; coords (n, 1 + axes) int32, windows (axes, 6) int64, bits) -> how many are new."""
     return _called("mark", 3, 3, axes)
 
 
 @cache
 def collect_loop(axes: int) -> Callable[..., int]:
-    """collect(items, words a line; windows as of `mark_loop`, bits, coords, ends (2, 1 + axes) int64).
+    """collect(items, words per line; windows as of `mark_loop`, bits, coords, ends (2, 1 + axes) int64).
 
     The voxels of the bits in lexicographic order, and the smallest and the largest number of each column.
     """

@@ -94,7 +94,7 @@ def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.
 
 
 def _half_room(search: WindowSearch, most: int) -> int:
-    """Edges of the first HALF taps where all have ``most``, and no row occurs twice: the centre's are in one half."""
+    """Edges of the first HALF taps where all have ``most``, and no row occurs twice: the center's are in one half."""
     return (most + search.rows + 1) // 2
 
 

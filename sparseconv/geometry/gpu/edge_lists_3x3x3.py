@@ -13,7 +13,7 @@ from sparseconv.gpu.cooperative import programs_at_once
 from sparseconv.gpu.launcher import Launcher, Pointer, ceil_div, has_ptx, pointer
 from sparseconv.gpu.streams import current
 
-#: the taps up to the centre: their edges, turned round, are those of all others
+#: the taps up to the center: their edges, turned round, are those of all others
 HALF = tl.constexpr(14)
 #: programs on each multiprocessor where edges are listed during a sort, of 22 that fit: nothing of it waits for room
 PROGRAMS_DURING_SORT = 16
@@ -121,7 +121,7 @@ def list_runs(
     chunk, info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n,
     num_chunks, FIRST: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
-    """The edges of one chunk of rows through TAPS taps of a plane from FIRST on; tap 13 is the centre."""
+    """The edges of one chunk of rows through TAPS taps of a plane from FIRST on; tap 13 is the center."""
     lane = tl.arange(0, 32)
     own0, twin0, at0, begin0, shift0 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 0)
     own1, twin1, at1, begin1, shift1 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 1)
@@ -144,7 +144,7 @@ def list_runs(
         entry = tl.load(entries_ptr + following, mask=following < last, other=-1)
         found0, found1, found2 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, FIRST // 3 % 3)
         found3, found4, found5 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, FIRST // 3 % 3 + 1)
-        if HALVED and FIRST == 9:  # each row is at its own centre
+        if HALVED and FIRST == 9:  # each row is at its own center
             found4 = tl.where(is_there, row, -1)
         if TAPS > 6:
             found6, found7, found8 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, 2)

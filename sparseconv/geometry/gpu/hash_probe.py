@@ -85,7 +85,7 @@ def axis_range(ranges_ptr, axis):
 
 @triton.jit
 def axis_blocks(extent, SHIFT: tl.constexpr):
-    """Block numbers along an axis, one more than there are blocks: the spare one keeps neighbouring lines apart."""
+    """Block numbers along an axis, one more than there are blocks: the spare one keeps neighboring lines apart."""
     return ((extent - 1) >> SHIFT) + 2
 
 
@@ -156,7 +156,7 @@ def cells_of(values, live, lows, extents, counts, COLUMNS: tl.constexpr, SHIFTS:
 def first_slot(key, capacity, volume):
     """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it.
 
-    In a table too large for the cache, eight keys that follow one another share a line of 128 bytes: neighbours along
+    In a table too large for the cache, eight keys that follow one another share a line of 128 bytes: neighbors along
     the last axis are read together.
     """
     shift = tl.where(capacity > MANY_SLOTS, 3, 0)
@@ -204,7 +204,7 @@ def find(table_ptr, key, wanted, capacity, volume, PACK: tl.constexpr = 1):
 def occupy(table_ptr, key, bit, wanted, capacity, volume):
     """Set the bits of rows in the words of their blocks; their slots, and who of them took a slot for its block.
 
-    Neighbours of one block, a thread each, do so together: of sorted rows, two or three at a time.
+    Neighbors of one block, a thread each, do so together: of sorted rows, two or three at a time.
     """
     if not has_ptx():
         slot = tl.where(wanted, first_slot(key, capacity, volume), 0)

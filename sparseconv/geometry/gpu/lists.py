@@ -17,7 +17,7 @@ JOB_QUANTUM = 128
 
 @dataclass(frozen=True)
 class Jobs:
-    """J runs of pairs; job j sums pairs [begin[j], end[j]) of one tap; jobs of a tap are neighbours in number.
+    """J runs of pairs; job j sums pairs [begin[j], end[j]) of one tap; jobs of a tap are neighbors in number.
 
     Of a map that `is_halved`, begin and end of the taps behind the middle one are -1 less those of the same pairs in
     the list of the mirrored tap: they are read with input and output exchanged.
@@ -54,7 +54,7 @@ def most_jobs(num_taps: int, num_pairs: int, max_jobs: int, quantum: int) -> int
 SLOT_ALIGNMENT = 256
 #: list columns beyond the last live tap that a kernel may read ahead
 LOOKAHEAD = 4
-#: above a table row in a tile's list: this bit, whether the first half of the tile's rows has a neighbour there, and
+#: above a table row in a tile's list: this bit, whether the first half of the tile's rows has a neighbor there, and
 #: the next, whether the second has
 HALF_BIT = 28
 ROW_BITS = (1 << HALF_BIT) - 1
@@ -96,7 +96,7 @@ class Schedule:
 
 @cache
 def tap_significance(num_taps: int) -> tuple[int, ...]:
-    """Taps from the most to the least significant bit of a row's mask: farthest from the kernel's centre first.
+    """Taps from the most to the least significant bit of a row's mask: farthest from the kernel's center first.
 
     A far tap (a corner) is the rarest, and a rare tap costs most when the rows that have it are spread over many tiles.
     The box is taken to be the cube, else the square, else the line with this many taps.
@@ -119,7 +119,7 @@ def tap_significance(num_taps: int) -> tuple[int, ...]:
 
 
 def plane_groups(num_taps: int, parts: int = 3) -> tuple[tuple[int, ...], ...]:
-    """Taps cut into ``parts`` runs of neighbouring tap numbers: the planes along the first axis of a cube."""
+    """Taps cut into ``parts`` runs of neighboring tap numbers: the planes along the first axis of a cube."""
     edges = [round(part * num_taps / parts) for part in range(parts + 1)]
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges) if b > a)
 

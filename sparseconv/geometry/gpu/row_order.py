@@ -1,4 +1,4 @@
-"""Target rows in an order in which neighbours share most of their taps: by a radix sort of their keys.
+"""Target rows in an order in which neighbors share most of their taps: by a radix sort of their keys.
 
     in:  a `WindowSearch`, with the sort keys of its rows
     out: rows (N_out,) int32, in a stable order of the keys
@@ -44,7 +44,7 @@ NUMBERED = 32
 
 
 def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int, lost: int) -> torch.Tensor:
-    """(1, N) int32 sort keys with the number of a row's run of neighbours above ``room`` bits of its Gray rank.
+    """(1, N) int32 sort keys with the number of a row's run of neighbors above ``room`` bits of its Gray rank.
 
     A cell's number has the batch item above, then the Morton code of its place, as fine as CELL_BITS allow. Cells are
     taken along that curve; cell c belongs to run (rows in the cells before c) // chunk_rows. A cell
@@ -148,7 +148,7 @@ def row_keys(
     """(G, N_out) sort keys, not negative: the Gray rank of each row's mask of the taps of a group.
 
     Rows sorted by them change taps one at a time; rows without a tap come last. ``chunk_rows`` puts the number of the
-    row's run of about so many rows above the rank, which then loses its last bits: runs of neighbours in space, see
+    row's run of about so many rows above the rank, which then loses its last bits: runs of neighbors in space, see
     `chunk_keys`; of rows as they come where the target rows are not the table's. int64 for groups of more than 31 taps.
     """
     n, taps = search.coords.shape[0], search.window.num_taps

@@ -1,4 +1,4 @@
-"""Schedules on the GPU: the table of neighbours in the order of rows, cut into tiles with a list of live taps each.
+"""Schedules on the GPU: the table of neighbors in the order of rows, cut into tiles with a list of live taps each.
 
     in:  a `WindowSearch` and the order of its rows
     out: a `Schedule`
@@ -282,7 +282,7 @@ CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 10, *(int,) 
 RANKS = Launcher(rank_kernel, (_I32, _I32, int))
 
 
-#: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
+#: rows up to which a search keeps its scratch memory, about 50 bytes a row: small maps are wanted in two orders of rows
 #: (taps split in groups or not), and to search again costs the CPU more than to build a schedule
 KEPT_ROWS = 65_536
 #: the arrays of a schedule: table, output rows, lists of the tiles, and slots where taps are in groups
@@ -330,7 +330,7 @@ def build_schedule(
         block_m: rows of a tile; a power of two that divides 256.
         significance: taps from the most to the least significant bit of a row's mask; default: `tap_order`.
         groups: taps cut into groups with a row order of their own each; default: all in one.
-        chunk_rows: sort only inside runs of about this many neighbouring rows, for locality; keys then lose their last
+        chunk_rows: sort only inside runs of about this many neighboring rows, for locality; keys then lose their last
             bits, and the launch order is the order of the tiles.
 
     Returns:

@@ -422,7 +422,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def pack_shifts(shifts: tuple[int, ...]) -> int:
-    """Shifts as one integer, four bits an axis."""
+    """Shifts as one integer, four bits per axis."""
     return sum(s << (4 * axis) for axis, s in enumerate(shifts))
 
 

@@ -45,7 +45,7 @@ class TapWindow:
     offsets: tuple[Ints, ...]
     run_lengths: Ints
     periodic: bool
-    reach: int  # the largest offset along any axis; -1 where the window is no neighbourhood (stride or torus)
+    reach: int  # the largest offset along any axis; -1 where the window is no neighborhood (stride or torus)
 
     @cached_property
     def num_runs(self) -> int:
@@ -77,7 +77,7 @@ class TapWindow:
 
     @cached_property
     def runs_of_half(self) -> int:
-        """Runs with a tap in the first half of the window or in its centre."""
+        """Runs with a tap in the first half of the window or in its center."""
         middle, seen = (self.num_taps + 1) // 2, 0
         runs = self.run_lengths
         for count, length in enumerate(runs):
@@ -99,7 +99,7 @@ class TapWindow:
     def key_bits(self) -> int:
         """Bits of a sort key that tell rows apart: one more than taps, for rows without a tap.
 
-        A row of the cube has its centre, so that no rank is all ones but that of rows without a tap.
+        A row of the cube has its center, so that no rank is all ones but that of rows without a tap.
         """
         return self.num_taps if self.is_cube else min(KEY_BITS, self.num_taps + 1)
 
@@ -145,7 +145,7 @@ def encode_window(
 
 @lru_cache(maxsize=512)
 def tap_order(offsets: tuple[Ints, ...]) -> Ints:
-    """Taps from the farthest from the window's centre to the nearest: a far tap (a corner) is the rarest."""
+    """Taps from the farthest from the window's center to the nearest: a far tap (a corner) is the rarest."""
     if not offsets:
         return ()
     centre = [min(column) + max(column) for column in zip(*offsets)]
@@ -171,7 +171,7 @@ def key_words(offsets: tuple[Ints, ...], device: torch.device) -> torch.Tensor:
 
 @cache
 def bit_places(shifts: Ints) -> int:
-    """Where each axis's bits begin in a cell's bit number, four bits an axis."""
+    """Where each axis's bits begin in a cell's bit number, four bits per axis."""
     return sum(sum(shifts[axis + 1 :]) << (4 * axis) for axis in range(len(shifts)))
 
 

@@ -142,7 +142,7 @@ def mask_of_cube(entry, live, info_ptr, around_ptr):
 
 @triton.jit
 def count_in_warps(mask, WARPS: tl.constexpr):
-    """(32,) int32: how many of 32 * WARPS masks, one a thread, have each bit."""
+    """(32,) int32: how many of 32 * WARPS masks, one per thread, have each bit."""
     if not has_ptx():
         lane = tl.arange(0, 32)
         return tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)

@@ -12,7 +12,7 @@ from sparseconv.geometry.gpu.lists import JOB_QUANTUM, Jobs, Schedule, ScheduleF
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import edge_stream, list_stream
 
-#: rows that are sorted together where rows must stay near their neighbours: a few megabytes of features
+#: rows that are sorted together where rows must stay near their neighbors: a few megabytes of features
 CHUNK_ROWS = 32_768
 
 
@@ -26,7 +26,7 @@ def schedule_of(
     """The map's schedule at a tile size; transposed: of the reversed edges.
 
     A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
-    ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
+    ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighboring rows,
     and tiles launched in order. Where every output row has one edge, no tile has two taps and neither makes a
     difference.
     """
@@ -42,7 +42,7 @@ def schedule_of(
 
 
 def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
-    """The map's jobs, ``max_jobs`` at most or one a tap."""
+    """The map's jobs, ``max_jobs`` at most or one per tap."""
     count = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs, JOB_QUANTUM)
     jobs = kernel_map.work_lists.jobs.get(count)
     if jobs is None:

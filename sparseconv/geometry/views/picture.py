@@ -19,7 +19,7 @@ COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [
 
 
 def html(coords: torch.Tensor, voxel_size: Sequence[float], words: str, values: torch.Tensor | None = None) -> str:
-    """What a notebook shows of voxels (N, 1+D): a picture of the first item, coloured by ``values`` (N,), and words.
+    """What a notebook shows of voxels (N, 1+D): a picture of the first item, colored by ``values`` (N,), and words.
 
     Default of ``values``: the last axis, which is the height of a scan. Waits for the device.
     """

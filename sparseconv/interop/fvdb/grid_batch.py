@@ -152,7 +152,7 @@ class GridBatch:
         return self.scaled(Plan.transposed(self.voxel_grid, kernel, stride=step).target, step, finer=True)
 
     def coarsened_grid(self, coarsening_factor: Any) -> GridBatch:
-        """The voxels floor(ijk / factor), each centred on the ones it holds."""
+        """The voxels floor(ijk / factor), each centered on the ones it holds."""
         step = steps(coarsening_factor, "coarsening_factor")
         coarse = self.scaled(self.voxel_grid.coarsen(step), step)
         shift = (torch.tensor(step, dtype=torch.float64) - 1) / 2

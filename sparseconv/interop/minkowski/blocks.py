@@ -18,14 +18,14 @@ class _Block(torch.nn.Module):
 
     Args:
         inplanes, planes: channels of the input and of the convolutions.
-        stride, dilation: of the first convolution of 3 taps an axis; the dilation of all such.
+        stride, dilation: of the first convolution of 3 taps per axis; the dilation of all such.
         downsample: what the input goes through before it is added.
         bn_momentum: of the norms.
         dimension: number of axes.
     """
 
     expansion = 1
-    #: taps an axis of each convolution, the place of the strided one, and where channels are expanded
+    #: taps per axis of each convolution, the place of the strided one, and where channels are expanded
     sizes: tuple[int, ...] = (3, 3)
     strided = 0
 
@@ -70,11 +70,11 @@ class _Block(torch.nn.Module):
 
 
 class BasicBlock(_Block):
-    """Two convolutions of 3 taps an axis."""
+    """Two convolutions of 3 taps per axis."""
 
 
 class Bottleneck(_Block):
-    """A convolution of 3 taps an axis between two of one tap, with four times the channels behind."""
+    """A convolution of 3 taps per axis between two of one tap, with four times the channels behind."""
 
     expansion = 4
     sizes = (1, 3, 1)

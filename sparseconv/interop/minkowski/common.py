@@ -16,7 +16,7 @@ from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, floor_to_int32, integers, trace_constants
 from sparseconv.interop.layouts import hyper_cross_taps
 
-#: one integer, or one an axis
+#: one integer, or one per axis
 Axes: TypeAlias = int | Sequence[int] | np.ndarray | torch.Tensor
 
 
@@ -71,7 +71,7 @@ MinkowskiAlgorithm = Enum("MinkowskiAlgorithm", "DEFAULT MEMORY_EFFICIENT SPEED_
 
 
 def convert_to_int_list(arg: Axes, dimension: int) -> list[int]:
-    """One integer an axis.
+    """One integer per axis.
 
     Raises:
         ValueError: a sequence of another length. TypeError: no integers.
@@ -83,7 +83,7 @@ def convert_to_int_list(arg: Axes, dimension: int) -> list[int]:
 
 
 def convert_to_int_tensor(arg: Axes, dimension: int) -> torch.Tensor:
-    """One integer an axis, (D,) int32."""
+    """One integer per axis, (D,) int32."""
     return torch.tensor(convert_to_int_list(arg, dimension), dtype=torch.int32)
 
 
@@ -117,7 +117,7 @@ class CoordinateMapKey:
 
     Args:
         size_or_stride: the number of columns of the coordinates, for a key that a layer sets later; or the tensor
-            stride, one integer an axis.
+            stride, one integer per axis.
         string_id: tells apart sets of one tensor stride; given, it makes a key that is set.
 
     >>> key = CoordinateMapKey([2, 2], "")
@@ -182,7 +182,7 @@ class CoordinateMapKey:
         return f"coordinate map key:{list(self._key[0])}" + (f":{self._key[1]}" if self._key[1] else "")
 
 
-# ---- kernels: which neighbours a voxel sees, and in what order
+# ---- kernels: which neighbors a voxel sees, and in what order
 
 
 class KernelGenerator:
@@ -190,11 +190,11 @@ class KernelGenerator:
 
         in = out + tap * dilation * tensor stride of the finer side
 
-    Taps of a cube are numbered with the first axis fastest. An odd axis is centred; an even one covers 0 .. k-1. A
-    cross has its centre first, then each axis in turn: +1 .. +r, -r .. -1.
+    Taps of a cube are numbered with the first axis fastest. An odd axis is centered; an even one covers 0 .. k-1. A
+    cross has its center first, then each axis in turn: +1 .. +r, -r .. -1.
 
     Args:
-        kernel_size, stride, dilation: one integer, or one an axis.
+        kernel_size, stride, dilation: one integer, or one per axis.
         region_type: the shape, or its number; a kernel of one tap is a cube whatever is asked.
         region_offsets: (V, D) integers, the taps of ``RegionType.CUSTOM``.
         axis_types: for ``RegionType.HYBRID``, a cube or a cross for each axis.
@@ -326,7 +326,7 @@ def kernel_of(
 
 
 def _hybrid(size: Sequence[int], types: Sequence[RegionType]) -> tuple[Ints, ...]:
-    """The centre; its copies along each axis of the cube, axis by axis; then the arms of the cross."""
+    """The center; its copies along each axis of the cube, axis by axis; then the arms of the cross."""
     moves = [[t - (k - 1) // 2 for t in range(k) if t != (k - 1) // 2] for k in size]
     taps: list[Ints] = [(0,) * len(size)]
     for axis, kind in enumerate(types):

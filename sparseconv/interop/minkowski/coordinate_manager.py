@@ -36,7 +36,7 @@ from sparseconv.torch_private import tracing
 
 
 def backwards(values: Sequence[int]) -> Ints:
-    """One integer an axis, in the other order."""
+    """One integer per axis, in the other order."""
     return tuple(reversed(values))
 
 
@@ -510,7 +510,7 @@ class CoordinateManager:
         ends = (out_key, in_key) if transposed else (in_key, out_key)
         fine, coarse = (self.find(key) for key in ends)
         if 0 in fine.stride:
-            raise ValueError("the voxels of whole batch items have no neighbours: a kernel of one tap alone fits them")
+            raise ValueError("the voxels of whole batch items have no neighbors: a kernel of one tap alone fits them")
         unit = common_unit([fine.unit, coarse.unit])
         window = kernel.window(tuple(t // u for t, u in zip(fine.stride, unit)))
         key = self._plan_key(ends[0].key, ends[1].key, window)

@@ -160,7 +160,7 @@ class MinkowskiConvolutionBase(MinkowskiModuleBase):
 
     Args:
         in_channels, out_channels: channels.
-        kernel_size, stride, dilation: one integer or one an axis; a ``kernel_generator`` stands in place of them.
+        kernel_size, stride, dilation: one integer or one per axis; a ``kernel_generator`` stands in place of them.
         bias: add a number to each channel.
         expand_coordinates: outputs are all voxels that the kernel reaches, not those that exist already.
         convolution_mode: accepted, without effect.
@@ -364,7 +364,7 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
     """Pooling over a kernel.
 
     Args:
-        kernel_size, stride, dilation: one integer or one an axis; a ``kernel_generator`` stands in place of them.
+        kernel_size, stride, dilation: one integer or one per axis; a ``kernel_generator`` stands in place of them.
         dimension: number of axes.
 
     Where kernel size and stride are equal, a cell of the coarser tensor stride is pooled: 0 .. k-1 in front of its
@@ -459,7 +459,7 @@ class MinkowskiGlobalPoolingFunction:
 
 
 class MinkowskiGlobalPooling(MinkowskiModuleBase):
-    """The mean, sum or maximum of each batch item, at the origin: one row an item, 0 for an item without a voxel."""
+    """The mean, sum or maximum of each batch item, at the origin: one row per item, 0 for an item without a voxel."""
 
     MODE = PoolingMode.GLOBAL_AVG_POOLING_PYTORCH_INDEX
 

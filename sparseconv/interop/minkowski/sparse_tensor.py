@@ -300,7 +300,9 @@ def with_features(input: Any, function: Callable[[torch.Tensor], torch.Tensor]) 
 def check_same_rows(features: torch.Tensor, coordinates: torch.Tensor) -> None:
     """Raise ValueError where features and coordinates do not go together."""
     if len(features) != len(coordinates):
-        raise ValueError(f"features have {len(features)} rows, coordinates {len(coordinates)}: one row a point each")
+        raise ValueError(
+            f"features have {len(features)} rows, coordinates {len(coordinates)}: both need one row per point"
+        )
     if features.device != coordinates.device:
         raise ValueError(
             f"features are on {features.device}, coordinates on {coordinates.device}: move one, or pass device="
@@ -314,12 +316,13 @@ _REDUCTIONS: dict[Mode, Reduce] = {Mode.UNWEIGHTED_AVERAGE: "mean", Mode.UNWEIGH
 
 
 def _reduced(features: torch.Tensor, mode: Mode, groups: PointGroups, unique: torch.Tensor) -> torch.Tensor:
-    """One row a voxel of features that several points have."""
+    """One row per voxel of features that several points have."""
     if mode is Mode.RANDOM_SUBSAMPLE:
         return features[unique]
     if mode not in _REDUCTIONS:
         raise ValueError(
-            f"{mode} leaves no row a voxel, but some points share one: quantise them first, or choose another mode"
+            f"{mode} merges no points, and some share a voxel: quantize them first, or choose another mode that makes "
+            "one row per voxel"
         )
     return groups.reduce(features, _REDUCTIONS[mode])
 
@@ -344,7 +347,7 @@ class SparseTensor(Tensor):
     Args:
         features: (M, C) floating point.
         coordinates: (M, 1+D) integers, the batch first, multiples of the tensor stride; other numbers are floored.
-        tensor_stride: distance of neighbouring voxels, one integer or one an axis.
+        tensor_stride: distance of neighboring voxels, one integer or one per axis.
         coordinate_map_key: in place of coordinates, the key of voxels that the manager has.
         coordinate_manager: shares voxels and plans with other tensors.
         quantization_mode: what becomes of rows that share a voxel; the first one stands for ``RANDOM_SUBSAMPLE``.
@@ -573,7 +576,7 @@ class TensorField(Tensor):
         manager: Any = coordinate_manager
         check_mode("quantization_mode", quantization_mode, Mode)
         if quantization_mode is not Mode.RANDOM_SUBSAMPLE and quantization_mode not in _REDUCTIONS:
-            raise ValueError(f"a field's quantization_mode must make one row a voxel; got {quantization_mode}")
+            raise ValueError(f"a field's quantization_mode must make one row per voxel; got {quantization_mode}")
         _check_source(coordinates, key, manager)
         features, coordinates = _placed(features, coordinates, device)
         if coordinates is not None:

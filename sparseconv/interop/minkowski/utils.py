@@ -24,7 +24,7 @@ Rows: TypeAlias = np.ndarray | torch.Tensor
 def _tensor(rows: Any, name: str) -> torch.Tensor:
     if isinstance(rows, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(rows))
-    check_values(name, rows, "or a numpy array, one a scene")
+    check_values(name, rows, "or a numpy array, one per scene")
     return rows
 
 
@@ -39,7 +39,7 @@ def batched_coordinates(
     if isinstance(coords, torch.Tensor):
         check_values("coords", coords, "(B, N, D)")
     if isinstance(coords, (np.ndarray, str)) or not isinstance(coords, (Sequence, torch.Tensor)) or not len(coords):
-        raise TypeError(f"coords must be a sequence of arrays (N, D), one a scene; got {type(coords).__name__}")
+        raise TypeError(f"coords must be a sequence of arrays (N, D), one per scene; got {type(coords).__name__}")
     if dtype not in (torch.int32, torch.float32):
         raise ValueError(f"dtype must be torch.int32 or torch.float32; got {dtype}")
     scenes = [_tensor(c, "coords") for c in coords]
@@ -71,15 +71,15 @@ def sparse_collate(
         list of them.
     """
     if labels is not None and (isinstance(labels, (str, bytes)) or not isinstance(labels, Sequence)):
-        raise TypeError(f"labels must be a sequence of arrays, one a scene, but it is {described(labels)}")
+        raise TypeError(f"labels must be a sequence of arrays, one per scene, but it is {described(labels)}")
     if labels is not None and len(labels) != len(coords):
-        raise ValueError(f"there are {len(coords)} scenes and {len(labels)} labels: one a scene each")
+        raise ValueError(f"there are {len(coords)} scenes and {len(labels)} labels: one of each per scene")
     batched = batched_coordinates(coords, dtype, device)
     scenes = [_tensor(f, "feats") for f in feats]
     mine, theirs = ([tuple(rows.shape[:1]) for rows in each] for each in (coords, scenes))
     if mine != theirs:
         raise ValueError(
-            f"scenes have {_counts(mine)} coordinates and {_counts(theirs)} features: one row a point each"
+            f"scenes have {_counts(mine)} coordinates and {_counts(theirs)} features: both need one row per point"
         )
     features = _joined("feats", scenes)
     if labels is None:
@@ -95,7 +95,7 @@ def _counts(shapes: list[tuple[int, ...]]) -> str:
 def _joined(name: str, scenes: list[Any]) -> torch.Tensor:
     if not all(isinstance(rows, torch.Tensor) and rows.ndim for rows in scenes):
         raise ValueError(
-            f"{name} must be arrays with a row a point, or (1,) a scene; got {[described(r) for r in scenes]}"
+            f"{name} must be arrays with a row per point, or (1,) per scene; got {[described(r) for r in scenes]}"
         )
     if len({rows.shape[1:] for rows in scenes}) > 1:
         raise ValueError(f"{name} must differ in rows alone; got {[tuple(rows.shape) for rows in scenes]}")
@@ -186,7 +186,7 @@ def quantize_label(coords: Rows, labels: Rows, ignore_label: int) -> tuple[Any, 
     first, numbers = first_rows(torch.as_tensor(_matrix("coords", coords)))
     given = torch.as_tensor(labels)
     if given.shape not in ((len(coords),), (len(coords), 1)):
-        raise ValueError(f"labels must be ({len(coords)},), one a row of coords; got {tuple(given.shape)}")
+        raise ValueError(f"labels must be ({len(coords)},), one per row of coords; got {tuple(given.shape)}")
     if given.is_floating_point() or given.is_complex() or not _holds(given.dtype, ignore_label):
         given = given.to(torch.int64)
     given = given.flatten()
@@ -218,7 +218,7 @@ def sparse_quantize(
         labels: (N,) integers, or (N, 1); a cell whose points have different ones gets ``ignore_label``.
         return_index, return_inverse: return the rows that were kept, and the cell of each point.
         return_maps_only: return those alone.
-        quantization_size: edge of a cell, one number or one an axis; default 1.
+        quantization_size: edge of a cell, one number or one per axis; default 1.
         device: where cells are found, and tensors returned.
 
     Returns:
@@ -238,7 +238,9 @@ def sparse_quantize(
         if rows is None:
             continue
         if rows.ndim < 1 or len(rows) != len(coordinates):
-            raise ValueError(f"{name} are {tuple(rows.shape)}, coordinates {len(coordinates)}: one row a point each")
+            raise ValueError(
+                f"{name} are {tuple(rows.shape)}, coordinates {len(coordinates)}: both need one row per point"
+            )
     if features is not None and features.ndim != 2:
         raise ValueError(f"features must be (N, C); got {tuple(features.shape)}")
     if return_inverse and not (return_index or return_maps_only):

@@ -16,7 +16,7 @@ from sparseconv.llvm.compile import compiled, missing
 from sparseconv.llvm.function import Function
 from sparseconv.llvm.target import Target, host
 
-#: 2^64 over the golden ratio: its products with neighbouring keys lie far apart
+#: 2^64 over the golden ratio: its products with neighboring keys lie far apart
 SPREAD = 0x9E3779B97F4A7C15
 
 
@@ -34,7 +34,7 @@ def put(
     most_points: int,
     means: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Points (M, F) -> voxels (V, P, F) fp32, cells (V, D) and points a voxel (V,) int32, voxels of points (M,) int64.
+    """Points (M, F) -> voxels (V, P, F) fp32, cells (V, D) and points per voxel (V,) int32, voxel of each point (M,).
 
     ``sizes``, ``low`` and ``shape`` have the slowest axis first, and the points have it last. Voxels are in the order
     of their first points. ``means`` fills the places without a point with the mean of the voxel's points.

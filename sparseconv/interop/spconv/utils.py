@@ -79,7 +79,7 @@ class _Point2VoxelCPU(PointToVoxel):
     """The generator of spconv 2.x for arrays that have ``.numpy()`` (torch, cumm) or are numpy arrays."""
 
     def point_to_voxel(self, pc: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Points (M, F) -> (voxels, indices z first, points a voxel), torch tensors; ``.numpy()`` reads them."""
+        """Points (M, F) -> (voxels, indices z first, points per voxel), torch tensors; ``.numpy()`` reads them."""
         return self(_as_tensor(pc))
 
     def point_to_voxel_empty_mean(self, pc: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ DOWNSAMPLE_MODES = ("spconv", "minkowski")
 
 
 def make_ntuple(x: Any, ndim: int = 3) -> tuple[int, ...]:
-    """One integer an axis, from one for all or a sequence of them."""
+    """One integer per axis, from one for all or a sequence of them."""
     return tuple(axes(x, ndim, "sizes"))
 
 
@@ -66,7 +66,7 @@ def get_kmap_mode() -> str:
 
 
 def set_kmap_mode(kmap_mode: str) -> None:
-    """``"hashmap_on_the_fly"``: windows begin at -padding, as in a dense array. ``"hashmap"``: they are centred."""
+    """``"hashmap_on_the_fly"``: windows begin at -padding, as in a dense array. ``"hashmap"``: they are centered."""
     check_choice("kmap_mode", kmap_mode, KMAP_MODES)
     _Settings.kmap_mode = kmap_mode
 

@@ -98,7 +98,7 @@ def strided(
     """The plan of a strided layer, and the spatial range of its outputs; None where torch traces and outputs follow
     from voxels that nobody knows.
 
-    Outputs are floor(c / stride) where windows are centred and either tile the axes or follow MinkowskiEngine. Else
+    Outputs are floor(c / stride) where windows are centered and either tile the axes or follow MinkowskiEngine. Else
     they are all that the window reaches within [0, n), n being the cells of a dense layer's output: of the spatial
     range, or of the voxels' own extent. In versions 1.4 and 2.0 they are all from the voxels' least coordinates on.
     """

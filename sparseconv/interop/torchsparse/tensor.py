@@ -43,7 +43,7 @@ Strides = tuple[int | Fraction, ...]
 
 
 def strides(value: Any) -> Strides:
-    """A tensor's stride, one number an axis; only fractions are not whole."""
+    """A tensor's stride, one number per axis; only fractions are not whole."""
     several = list(value) if isinstance(value, (list, tuple)) else [value]
     if not any(isinstance(step, Fraction) for step in several):
         return tuple(axes(value, 3, "stride", 1))
@@ -200,9 +200,9 @@ class SparseTensor:
 
     Args:
         feats: (N, C); a numpy array, too, until tensors are collated.
-        coords: (N, 4) int32, one row a voxel, (batch, x, y, z) in units of the stride; (x, y, z, batch) and multiples
+        coords: (N, 4) int32, one row per voxel, (batch, x, y, z) in units of the stride; (x, y, z, batch) and multiples
             of the stride after `set_version` ``("2.0")``. Without the batch, (N, 3), until tensors are collated.
-        stride: one integer or one an axis; below 1 a `Fraction`, of what a generative layer makes of stride 1.
+        stride: one integer or one per axis; below 1 a `Fraction`, of what a generative layer makes of stride 1.
         spatial_range: (batch items, cells of the axes x, y, z) or None.
 
     >>> x = SparseTensor(torch.ones(2, 1), torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]]).int())

@@ -29,9 +29,9 @@ def make_divisible(x: int, divisor: int) -> int:
 
 
 def sparse_collate(inputs: list[SparseTensor]) -> SparseTensor:
-    """Tensors with coordinates (N_b, 3), one a scene -> one tensor with coordinates (N, 4)."""
+    """Tensors with coordinates (N_b, 3), one per scene -> one tensor with coordinates (N, 4)."""
     for x in inputs:
-        check_kind("each input", x, SparseTensor, "pass tensors of torchsparse's, one a scene")
+        check_kind("each input", x, SparseTensor, "pass tensors of torchsparse's, one per scene")
     if len({x.stride for x in inputs}) != 1:
         raise ValueError(f"the tensors of a batch must have one stride; got {[x.stride for x in inputs]}")
     coords, feats = [], []

@@ -71,7 +71,7 @@ class RotaryPositions(torch.nn.Module):
     ) -> Float[torch.Tensor, "N H C"]:
         """Queries or keys (N, H, C) and their positions (N, D), of any dtype -> (N, H, C), dtype of x."""
         check_tensor("positions", positions)
-        check_rows("x", x, len(positions), "a position", positions.device, "positions", (3,))
+        check_rows("x", x, len(positions), "position", positions.device, "positions", (3,))
         if x.shape[2] != self.channels or positions.shape[1:] != (self.rank,):
             raise ValueError(
                 f"x must be (N, H, {self.channels}) and positions (N, {self.rank}); "

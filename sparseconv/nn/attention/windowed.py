@@ -29,7 +29,7 @@ class WindowAttention(PatchAttention):
 
     Args:
         channels, num_heads, qkv_bias, qk_scale, attn_drop, proj_drop: those of `SerializedAttention`.
-        window_size: voxels along each axis, one number or one an axis.
+        window_size: voxels along each axis, one number or one per axis.
         shift: of the windows' corners, in voxels.
         enable_rpe: learn a bias for relative positions.
         rope: that of `SerializedAttention`.

@@ -88,7 +88,7 @@ def folds(weight: Any, bias: Any, *norm: Any) -> bool:
 
 def are_near(device: int, *tensors: Any) -> bool:
     """Whether kernels on a device can read these, or they are None: torch raises its own error for other places."""
-    for t in tensors:  # one loop: a call a tensor costs as much as its questions
+    for t in tensors:  # one loop: a call per tensor costs as much as its questions
         if t is not None and (
             type(t) not in PLAIN or t.get_device() != device or t.data_ptr() % 16 or not t.is_contiguous()
         ):

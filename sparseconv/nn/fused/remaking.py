@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
         if self.versions != versions(self.weight, self.bias):
             raise RuntimeError(
                 "the weight or bias of a batch norm was changed in place between the forward and the backward pass, "
-                "which needs them as they were: run backward before the optimiser's step"
+                "which needs them as they were: run backward before the optimizer's step"
             )
         return normalize.again(self.z, self.weight, self.bias, self.kept, self.norm, onto)
 

@@ -5,7 +5,7 @@
 
 Every node is a call from torch's engine into Python, which costs the CPU as much as two launches or more.
 
-Kept for the gradients: x, the convolution's result z, and two numbers a channel. With a residual y is kept as well,
+Kept for the gradients: x, the convolution's result z, and two numbers per channel. With a residual y is kept as well,
 since z alone does not give the sign of the activation's input. Large tensors that can be recomputed are not kept.
 z's gradient is written over z.
 """

@@ -63,7 +63,7 @@ class ConvNeXtUNet(SparseModule):
 
     Args:
         in_channels: channels of the input.
-        out_channels: channels of the output, one a class.
+        out_channels: channels of the output, one per class.
         channels: width of each level, finest first.
         blocks: blocks of each level on the way down.
         decoder_blocks: blocks of each level on the way up.

@@ -43,7 +43,7 @@ class MinkUNet(SparseModule):
 
     Args:
         in_channels: channels of the input.
-        out_channels: channels of the output, one a class.
+        out_channels: channels of the output, one per class.
         variant: depth and letter, such as ``"34C"``, ``"18A"``, ``"14"`` or ``"50"``.
         planes: widths of the eight stages instead of the variant's.
         init_channels: width of the stem.

@@ -106,7 +106,7 @@ class LinearEmbedding(SparseModule):
 
 
 class ConditionalPositionalEncoding(SparseModule):
-    """x + norm(linear(conv(x))), a 3^3 submanifold convolution that tells a point where it is among its neighbours.
+    """x + norm(linear(conv(x))), a 3^3 submanifold convolution that tells a point where it is among its neighbors.
 
     Source: as `PointEmbedding`.
 

@@ -158,7 +158,7 @@ class ResNet(SparseModule):
 
     Args:
         in_channels: channels of the input.
-        out_channels: channels of the output, one a class.
+        out_channels: channels of the output, one per class.
         depth: 14, 18, 34, 50 or 101.
         planes: widths of the stages.
         rank: number of spatial axes.

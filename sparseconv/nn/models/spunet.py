@@ -31,7 +31,7 @@ class SpUNet(SparseModule):
 
     Args:
         in_channels: channels of the input.
-        num_classes: channels of the output, one a class; 0 gives the last features.
+        num_classes: channels of the output, one per class; 0 gives the last features.
         base_channels: width of the stem.
         channels: widths of the stages, down then up.
         layers: blocks a stage, down then up.

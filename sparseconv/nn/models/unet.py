@@ -30,9 +30,9 @@ class UNet(SparseModule):
 
     Args:
         in_channels: channels of the input.
-        out_channels: channels of the output, one a class.
+        out_channels: channels of the output, one per class.
         channels: width of each level, finest first.
-        blocks: blocks a level on the way down, one integer or one a level.
+        blocks: blocks per level on the way down, one integer or one per level.
         decoder_blocks: blocks a level on the way up, one integer or one for each level but the deepest.
         kernel_size: of the blocks.
         stem_kernel: of the first convolution.
@@ -68,7 +68,7 @@ class UNet(SparseModule):
         super().__init__()
         check_count("in_channels", in_channels, 1)
         check_count("out_channels", out_channels, 1)
-        check_kind("channels", channels, (list, tuple), "pass one number a level, such as (32, 64)")
+        check_kind("channels", channels, (list, tuple), "pass one number per level, such as (32, 64)")
         for level, width in enumerate(channels):
             check_count(f"channels[{level}]", width, 1)
         if not channels:

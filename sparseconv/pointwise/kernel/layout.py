@@ -10,7 +10,7 @@ from sparseconv.pointwise.schema import Config
 Ints = tuple[int, ...]
 _INT32_LIMIT = 2**31 - 2**20  # below it, coordinates of a last, partly filled tile still fit
 #: halves along one axis from which programs are as wide as they come, if all are full: memory gives more where
-#: neighbours are asked for together, but the registers of a mask would leave a multiprocessor one program, not two
+#: neighbors are asked for together, but the registers of a mask would leave a multiprocessor one program, not two
 MANY_HALVES = 2**24
 
 
@@ -139,7 +139,7 @@ def iterate(
 ) -> Iteration:
     """The task space for operands (outputs first) of these strides over ``shape``.
 
-    With ``collapse``, axes of size 1 vanish and neighbours that every operand steps through alike become one, so that
+    With ``collapse``, axes of size 1 vanish and neighbors that every operand steps through alike become one, so that
     dense operands of one stride order have rank 1; without it the rank stays. ``reach`` is the highest address that
     strides do not show (of gathered arguments).
     """
@@ -167,7 +167,7 @@ def _program(sizes: Sequence[int], operands: int, across: bool, itemsize: int, c
     # 16 bytes for each of 128 threads, twice over: enough loads in flight to fill the memory of a large GPU.
     elements, warps = (4096, 8) if across else (max(256, 4096 // max(itemsize, 1)), 4)
     if len(sizes) == 1 and itemsize <= 2 and operands >= 3:
-        warps = 8  # halves along one axis fill it best with 8 elements a thread, if they do little else than move
+        warps = 8  # halves along one axis fill it best with 8 elements per thread, if they do little else than move
         free = config.elements is None and config.num_warps is None
         if free and itemsize == 2 and sizes[0] >= MANY_HALVES and sizes[0] % 8192 == 0:
             elements, warps = 8192, 32

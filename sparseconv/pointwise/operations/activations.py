@@ -41,7 +41,7 @@ def _make(
         reference=reference,
         derivative=derivative,
         defaults=defaults,
-        config=Config(num_warps=4),  # more elements a thread, since these compute as well as move
+        config=Config(num_warps=4),  # more elements per thread, since these compute as well as move
         doc=doc,
     )
 

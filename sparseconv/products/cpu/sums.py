@@ -56,7 +56,7 @@ def segment_product(
 
 
 def _result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor in fp32, or fp64 where that is ``dtype``.
+    """An uninitialized tensor in fp32, or fp64 where that is ``dtype``.
 
     A large one is touched all over at once: threads that write piece after piece would wait for one page after another
     to be cleared, and clear them half as fast.
@@ -91,7 +91,7 @@ def _summed(
     outcome = (1 if accumulated else batch, terms.num_segments, *shape)
     if positions == 0 or batch == 0 or any(t.numel() == 0 for t in inputs):
         return torch.zeros(outcome, dtype=dtype)
-    # an item of the batch is taken with its neighbours where it is small, and cut into pieces where it is not
+    # an item of the batch is taken with its neighbors where it is small, and cut into pieces where it is not
     item = positions * formulation.per_term + terms.num_segments * formulation.per_segment
     item += sum(math.prod(t.shape[1:]) for t in inputs if t.shape[0] > 1)
     size = _WHOLE if formulation.streams and batch * item <= _WHOLE else _PIECE

@@ -89,9 +89,9 @@ def run_unrolled(structure: Structure, tensors: list[torch.Tensor], batch: int) 
 
 
 def _tile(channels: int, resident: int, reduced: bool) -> tuple[int, int, int]:
-    """Batch items and channels of a tile, and its warps: as many elements a thread as the registers hold."""
+    """Batch items and channels of a tile, and its warps: as many elements per thread as the registers hold."""
     block_c = min(triton.next_power_of_2(channels), 128)
-    # measured on an H200: two elements a thread; sums over channels within one warp, where they need no barrier
+    # measured on an H200: two elements per thread; sums over channels within one warp, where they need no barrier
     elements = 2 if resident <= 48 else 1
     warps = 1 if reduced else 2
     return max(1, warps * 32 * elements // block_c), block_c, warps

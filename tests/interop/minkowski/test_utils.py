@@ -49,7 +49,7 @@ def test_collation():
     assert torch.equal(whole[0], c)
     cut = U.SparseCollation(limit_numpoints=2)(list(zip(coords, feats, labels)))
     assert cut[0].tolist() == [[0, 1, 2]]
-    with pytest.raises(ValueError, match="one row a point"):
+    with pytest.raises(ValueError, match="one row per point"):
         U.sparse_collate(coords, feats[:1])
 
 
@@ -235,7 +235,7 @@ def _of_wrong_rank():
     cells = coords.int()
     backend = ME.backend
     yield lambda: U.sparse_quantize(coords, labels=labels[:, None].expand(4, 2)), "labels must be"
-    yield lambda: U.sparse_quantize(coords, labels=labels[0]), "one row a point"
+    yield lambda: U.sparse_quantize(coords, labels=labels[0]), "one row per point"
     yield lambda: U.sparse_quantize(coords, features=feats[..., None]), "features must be"
     yield lambda: backend.quantize_th(cells[0]), "coords must be"
     yield lambda: backend.quantize_label_th(cells, labels[None], -1), "labels must be"
@@ -244,7 +244,7 @@ def _of_wrong_rank():
     yield lambda: U.fnv_hash_vec(cells[0].numpy()), "arr must be"
     yield lambda: U.unique_coordinate_map(cells[0]), "coordinates must be"
     yield lambda: U.sparse_collate([coords, coords[:2]], [feats[:2], feats]), "4, 2 coordinates and 2, 4 features"
-    yield lambda: U.sparse_collate([coords], [feats[0, 0]]), "one row a point"
+    yield lambda: U.sparse_collate([coords], [feats[0, 0]]), "one row per point"
     yield lambda: U.sparse_collate([coords] * 2, [feats, feats[:, :1]]), "feats must differ in rows alone"
     yield lambda: U.sparse_collate([coords], [feats], [labels[0]]), "labels must be"
     triples = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)

@@ -26,7 +26,7 @@ def set_hashmap_ratio(ratio: float) -> None:
 def grid_sample_3d(
     feats: torch.Tensor, coords: torch.Tensor, shape: Any, grid: torch.Tensor, mode: str = "trilinear"
 ) -> torch.Tensor:
-    """The features at points, which are in voxels: the voxel c is [c, c + 1), its centre c + 0.5.
+    """The features at points, which are in voxels: the voxel c is [c, c + 1), its center c + 0.5.
 
     Args:
         feats: (N, C) floating point.

@@ -204,7 +204,7 @@ class SparseConvolution(SparseConvolutionBase, WindowModule):
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
         rows = input._rows().shape[0]
         if surely(input.features.shape[0] != rows):
-            raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")
+            raise ValueError(f"features must be ({rows}, C), one row per index; got {tuple(input.features.shape)}")
         weight = self.weight.view(self.in_channels, self.out_channels)
         if not constants.ONE_TAP_AS_SPCONV:
             weight = self.weight.view(self.out_channels, self.in_channels).t()

@@ -312,7 +312,7 @@ class SparseConvTensor(metaclass=Traced):
 
 
 def _check_features(name: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is a dense tensor; quantised ones are kept until a layer is asked."""
+    """Raise TypeError unless ``value`` is a dense tensor; quantized ones are kept until a layer is asked."""
     if not isinstance(value, torch.Tensor) or not value.is_quantized:
         check_tensor(name, value, "(N, C)")
     if value.ndim < 1:
@@ -326,7 +326,7 @@ SparseConvTensor.__signature__ = inspect.Signature(_GIVEN)  # type: ignore[attr-
 
 
 def expand_nd(ndim: int, val: int | Sequence[int] | np.ndarray) -> list[int]:
-    """One integer an axis."""
+    """One integer per axis."""
     return axes(val, ndim, "sizes")
 
 

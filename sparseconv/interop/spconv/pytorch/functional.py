@@ -37,7 +37,7 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
         raise TypeError("sparse_add takes one SparseConvTensor or more; got none")
     first = tens[0]
     for t in tens:
-        t.to_sparse_tensor()  # which says where features are not (N, C), one row an index
+        t.to_sparse_tensor()  # which says where features are not (N, C), one row per index
     for other in tens[1:]:
         mine, theirs = ((t.spatial_shape, t.batch_size, t.features.shape[1], t.features.device) for t in (first, other))
         if mine != theirs:

@@ -31,7 +31,7 @@ class Voxels(Protocol):
 
 
 class LayerWindow(NamedTuple):
-    """The window of a layer, one integer an axis."""
+    """The window of a layer, one integer per axis."""
 
     kernel_size: Ints
     stride: Ints

@@ -207,7 +207,7 @@ def assign_name_for_sparse_modules(module: torch.nn.Module) -> None:
             child._sparse_unique_name = path
 
 
-# ---- neighbouring modules that run as one
+# ---- neighboring modules that run as one
 
 
 class Inference(NamedTuple):

@@ -61,7 +61,7 @@ def get_deconv_output_size(
 
 
 def _sizes(*given: Sequence[int]) -> list[list[int]]:
-    """Input size, kernel size, stride, padding and dilation as whole numbers, one an axis each."""
+    """Input size, kernel size, stride, padding and dilation as whole numbers, one per axis each."""
     rank = len(integers(given[0], "input_size"))
     return [axes(sizes, rank, name, least) for (name, least), sizes in zip(LEAST.items(), given)]
 

@@ -18,7 +18,7 @@ class PointToVoxel:
     """Puts points into the voxels of a box.
 
     Args:
-        vsize_xyz: edge of a voxel, one number an axis.
+        vsize_xyz: edge of a voxel, one number per axis.
         coors_range_xyz: lower corner, then upper corner of the box.
         num_point_features: F, columns of the points; the first D are positions.
         max_num_voxels: voxels past that many are dropped, first come first kept.
@@ -60,7 +60,7 @@ class PointToVoxel:
     def __call__(
         self, pc: torch.Tensor, clear_voxels: bool = True, empty_mean: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Points (M, F) -> voxels (V, P, F), indices (V, D) int32 slowest axis (z) first, points a voxel (V,) int32."""
+        """Points (M, F) -> voxels (V, P, F), indices (V, D) int32 with z first, points per voxel (V,) int32."""
         return self.generate_voxel_with_id(pc, clear_voxels, empty_mean)[:3]
 
     def generate_voxel_with_id(

@@ -42,8 +42,8 @@ class Conv3d(torch.nn.Module):
 
     Args:
         in_channels, out_channels: channels.
-        kernel_size, stride: one integer or one an axis.
-        padding: of strided axes and of even ones; odd axes at stride 1 are centred.
+        kernel_size, stride: one integer or one per axis.
+        padding: of strided axes and of even ones; odd axes at stride 1 are centered.
         dilation: distance of taps, obeyed.
         bias: add a number to each channel.
         transposed: undo the earlier layer with this kernel size and stride.
@@ -247,7 +247,7 @@ class ToBEVConvolution(_Kernels):
     Args:
         in_channels, out_channels: channels.
         n_kernels: heights that there may be, in units of the tensor's stride.
-        stride: columns of so many cells an axis are one, and the tensor's stride is so many times larger.
+        stride: columns of so many cells per axis are one, and the tensor's stride is so many times larger.
         dim: the axis of the height.
         bias: add a number to each channel, for each voxel of a column.
     """
