@@ -310,8 +310,8 @@ def convolution(
     if torch.compiler.is_compiling():
         if exporting():
             raise RuntimeError(
-                "torch.export cannot hold a kernel map that was made before: the program would name one of this "
-                "process, and no other has it. Make the VoxelGrid within what is exported, or use "
+                "torch.export cannot store a kernel map that was built outside of the exported module, since it "
+                "exists in this process only. Build the VoxelGrid inside the module, or use "
                 "sparseconv.export.export(net, (coords, features))"
             )
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, groups, False, backend)

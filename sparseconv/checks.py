@@ -52,7 +52,7 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
             f"{name} must be a tensor, an array or a list of numbers, but it is {described(value)} "
-            f"({shortened(value)}), of which torch says: {error}"
+            f"({shortened(value)}), and torch could not convert it: {error}"
         ) from None
     check_tensor(name, tensor)
     return tensor
@@ -84,7 +84,7 @@ def _instead(name: str, value: object, several: str) -> str:
         return several.format(joined=joined) if several else f"{joined} puts their rows together"
     if isinstance(value, (list, tuple, int, float, bool, range)):
         return f"torch.tensor({name}) makes one"
-    return "pass the tensor that it stands for"
+    return "pass a tensor instead"
 
 
 def is_several(value: object) -> bool:
@@ -230,8 +230,8 @@ def items_of(coords: torch.Tensor, low: Ints, high: Ints, batch_size: int | None
     if is_unlike and not torch.compiler.is_compiling() and _may_be_last(coords, high[-1]):
         seen = "is 0" if high[-1] == 0 else f"is sorted, from 0 to {high[-1]}"
         warn(
-            f"coords name {high[0] + 1} batch items in column 0, and their last column {seen}. {BATCH_LAST}. Where it "
-            "comes first, batch_size= says so"
+            f"coords name {high[0] + 1} batch items in column 0, and their last column {seen}. {BATCH_LAST}. If it "
+            "comes first, pass batch_size="
         )
     return high[0] + 1
 

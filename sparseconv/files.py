@@ -60,7 +60,7 @@ def check_archive(file: BinaryIO, size: int) -> None:
                         while content.read(BLOCK):
                             pass
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"its archive is torn: {str(error) or type(error).__name__}") from error
+        raise ValueError(f"its archive is damaged: {str(error) or type(error).__name__}") from error
 
 
 def check_members(archive: zipfile.ZipFile, size: int) -> None:

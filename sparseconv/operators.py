@@ -26,8 +26,8 @@ def _map_of(edges: Edges) -> KernelMap:
     found = edges if isinstance(edges, KernelMap) else edges.__dict__.get("kernel_map")
     if not isinstance(found, KernelMap):
         raise RuntimeError(
-            "edges must be a tensor that sparseconv made for a kernel map, but it refers to none. Where torch.compile "
-            "keeps such a tensor, do not move what its graphs keep, as torch.autograd.graph.save_on_cpu does"
+            "edges must be a tensor that sparseconv made for a kernel map, but this one is not. If torch.compile saves "
+            "such a tensor for backward, do not move saved tensors, as torch.autograd.graph.save_on_cpu does"
         )
     return found
 

@@ -76,7 +76,7 @@ def check_function(function: Callable[..., Any], args: Any, kwargs: Any, kind: t
 
     >>> check_function(torch.sum, (), {}, object)
     Traceback (most recent call last):
-    TypeError: torch's sum mixes the rows of voxels or leaves them: use sparseconv.nn.GlobalSumPool or \
+    TypeError: torch's sum mixes the rows of voxels or drops them: use sparseconv.nn.GlobalSumPool or \
 GlobalAvgPool, or take x.features
     """
     name = name_of(function)
@@ -100,7 +100,7 @@ GlobalAvgPool, or take x.features
             raise TypeError(f"torch's {name} works along channels here, dim=1 or -1, but dim is {dim}{cat}")
         return
     advice = INSTEAD.get(name, "call it on x.features, and x.with_features(...) puts rows back onto their voxels")
-    raise TypeError(f"torch's {name} mixes the rows of voxels or leaves them: {advice}")
+    raise TypeError(f"torch's {name} mixes the rows of voxels or drops them: {advice}")
 
 
 def check_operand(value: Any, features: torch.Tensor) -> Any:
@@ -115,7 +115,7 @@ def check_operand(value: Any, features: torch.Tensor) -> Any:
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"an integer operand must fit in 64 bits, but it is {value}: pass a float")
             return value
-        raise TypeError(f"a sparse tensor meets a number, a tensor or a sparse tensor; got {described(value)}")
+        raise TypeError(f"the other operand must be a number, a tensor or a sparse tensor; got {described(value)}")
     check_tensor("the operand", value)
     rows, channels = features.shape
     fits = value.ndim == 0 or value.shape[-1] in (1, channels) or (channels == 1 and value.ndim == 2)

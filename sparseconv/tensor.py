@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class SparseTensor(Movable):
     """Features (N, C), one row per voxel of ``grid``, on its device.
 
-    Arithmetic and torch's row-wise functions work on it and keep the voxels: ``2 * x + bias``, ``torch.relu(x)``,
-    ``torch.cat([x, y], 1)``. A function that mixes rows is a TypeError, and its message says what to use.
+    Arithmetic and PyTorch's row-wise functions accept it and keep the voxels: ``2 * x + bias``, ``torch.relu(x)``,
+    ``torch.cat([x, y], 1)``. A function that mixes rows raises a TypeError that names the function to use.
 
     >>> grid = VoxelGrid(torch.tensor([[0, 1, 2], [1, 0, 0], [1, 0, 1]]))
     >>> x = SparseTensor(grid, torch.arange(6.0).view(3, 2))
@@ -235,7 +235,7 @@ class SparseTensor(Movable):
 
     @property
     def coords(self) -> Int32[torch.Tensor, "N 1+D"]:
-        """(N, 1+D) int32, the batch item first: the grid's own, which maps are made of; clone to change them."""
+        """(N, 1+D) int32, the batch item first. This is the grid's own tensor: clone it before changing it."""
         return self.grid.coords
 
     @property
@@ -264,7 +264,7 @@ class SparseTensor(Movable):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the features do."""
+        """Whether the features require gradients."""
         return self.features.requires_grad
 
     def requires_grad_(self, requires_grad: bool = True) -> SparseTensor:
@@ -281,7 +281,7 @@ class SparseTensor(Movable):
     def to(
         self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> SparseTensor:
-        """The grid and the features on a device, the features in a dtype; either may come alone."""
+        """Move the grid and the features to a device, cast the features to a dtype, or both."""
         if isinstance(device, torch.dtype) and dtype is None:
             device, dtype = None, device
         if dtype is not None:
@@ -395,7 +395,7 @@ def _check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tenso
     if rank > 4:
         raise ValueError(f"coords must have 1 to 4 axes; got {rank}. {advice}")
     if rank == 4 and any(map(len, coords)) and all(_is_item(c[:, 0], b) for b, c in enumerate(coords)):
-        warn(f"coords of 4 columns become voxels in 4 axes. {advice}")
+        warn(f"coords with 4 columns become voxels with 4 axes. {advice}")
 
 
 def _is_item(column: torch.Tensor, number: int) -> bool:

@@ -42,8 +42,8 @@ def forward_mode() -> bool:
     levels = interpreters() or ()
     if sum(level.key() == JVP for level in levels) > 1:
         raise RuntimeError(
-            "the derivative of torch.func.jvp (or jacfwd) by another one is not offered, since torch loses a part of "
-            "it: take torch.func.grad, vjp or jacrev for one of the two, as torch.func.hessian does"
+            "nesting torch.func.jvp or jacfwd in another one is not supported, since torch drops a part of the "
+            "derivative: use torch.func.grad, vjp or jacrev for one of the two, as torch.func.hessian does"
         )
     return True
 

@@ -97,9 +97,9 @@ def load(
 ) -> tuple[ShardedGrid, Shaped[torch.Tensor, "N C"] | None]:
     """Read a scene that any number of ranks saved, shared anew among the present ones; all ranks call it.
 
-    Returns the rank's grid and its features, None where none were saved. Nothing in the folder is run. Raises
-    ValueError on every rank where the folder holds no scene of this library, or one whose pieces are missing, torn,
-    changed or do not fit together, before any rank uses a voxel.
+    Returns the rank's grid and its features, or None if none were saved. No code in the folder is run. Raises
+    ValueError on every rank if the folder holds no scene of this library, or if its pieces are missing, truncated,
+    changed or inconsistent, before any rank uses a voxel.
 
     >>> from tempfile import TemporaryDirectory
     >>> import torch.distributed as dist

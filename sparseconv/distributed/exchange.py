@@ -21,12 +21,12 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Which rows each rank sends to which rank; received rows are grouped by sender, in rank order.
+    """The rows that each rank sends to each other rank; received rows are grouped by sender, in rank order.
 
         received = all_to_all(x[send_rows])
         x_grad[send_rows] += all_to_all(received_grad), rank after rank
 
-    A process by itself sends to itself:
+    A single process sends to itself:
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -58,7 +58,7 @@ class Exchange:
         return self.forth(x, x.new_empty((self.num_received, *x.shape[1:]))).wait()
 
     def forth(self, x: Shaped[torch.Tensor, "N ..."], received: Shaped[torch.Tensor, "N_received ..."]) -> UnderWay:
-        """Send the rows of x (num_rows, C) on their way into ``received`` (num_received, C)."""
+        """Start sending the rows of x (num_rows, C) into ``received`` (num_received, C)."""
         sent = x.index_select(0, self.send_rows)
         work = dist.all_to_all_single(
             sendable(received), sendable(sent), self.receive_counts, self.send_counts, self.group, async_op=True
@@ -147,8 +147,8 @@ def summed(x: Shaped[torch.Tensor, "*shape"], group: dist.ProcessGroup | None = 
 def replicated(
     x: Shaped[torch.Tensor, "*shape"], group: dist.ProcessGroup | None = None
 ) -> Shaped[torch.Tensor, "*shape"]:
-    """x, which every rank holds alike, for use in a sharded computation: its gradients are summed over the ranks, once
-    however often this is asked of it.
+    """Use x, which is equal on every rank, in a sharded computation: its gradients are summed over the ranks, once
+    however often this is called.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -74,7 +74,7 @@ class ShardedGrid(VoxelGrid):
     ) -> Shaped[torch.Tensor, "N C"]:
         """Features (M, C) of the rows that this rank gave to `shard` -> features (N, C) of the rows that it owns.
 
-        ``reduce`` says what becomes of a voxel that several ranks gave; whole numbers add up to int64. Differentiable.
+        ``reduce`` combines the features of a voxel that several ranks gave; integers sum to int64. Differentiable.
         """
         if self.arrivals is None:
             raise ValueError("this grid was made by a plan, not by shard(): no rank holds other rows of it")

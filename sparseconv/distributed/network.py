@@ -13,7 +13,7 @@ from sparseconv.distributed.grid import group_of
 
 
 class Sharded(torch.nn.Module):
-    """Any module, unchanged, over sharded tensors: the gradient of each parameter is the sum over the ranks.
+    """Run any module on sharded tensors: the gradient of each parameter is summed over the ranks.
 
     A plan sums the gradients of its own weights; this does so for all parameters of a network (linear layers, norms),
     and for each of them once. Losses should be sums over voxels divided by global counts, so that their sum over

@@ -30,10 +30,10 @@ Axes = int | Sequence[int]
 
 
 class ShardedConvolutionPlan:
-    """`ConvolutionPlan` over the shards of one scene; same arguments, same numbers, all ranks call it alike.
+    """A `ConvolutionPlan` over the shards of one scene, with the same arguments and results; all ranks call it.
 
     Each rank computes the outputs that it owns. The halo is the inputs of other ranks that those outputs see. It
-    arrives by one differentiable all-to-all a call, while the outputs that do not need it are computed. Every rank
+    arrives in one differentiable all-to-all per call, while the outputs that do not need it are computed. Every rank
     holds the same weights; their gradients are summed over the ranks.
 
     The halo is exact. The window's index projection gives the places that an output sees. The partition gives their
@@ -162,7 +162,7 @@ class ShardedConvolutionPlan:
 
     @cached_property
     def local(self) -> ConvolutionPlan:
-        """From this rank's rows and its halo, grouped by owner, to its outputs: what any operation over edges needs."""
+        """The plan from this rank's rows and its halo, grouped by owner, to its outputs."""
         if not len(self.halo):
             return self._inner
         seen = VoxelGrid(torch.cat([self.source.coords, self.halo]), self.source.batch_size)
@@ -206,7 +206,7 @@ class ShardedConvolutionPlan:
     def localize(
         self, x: Shaped[torch.Tensor, "N_in ..."]
     ) -> tuple[Shaped[torch.Tensor, "N_local ..."], ConvolutionPlan]:
-        """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
+        """This rank's rows with their halo, and the local plan over them."""
 
         def checked() -> tuple[None, tuple]:
             check_rows("x", x, len(self.source))

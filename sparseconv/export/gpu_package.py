@@ -77,7 +77,7 @@ def package_for_gpu(
     """
     path = Path(path)
     if path.suffix != ".pt":
-        raise ValueError(f"the name of a package for a GPU ends in .pt; got {path.name!r}")
+        raise ValueError(f"the name of a package for a GPU must end in .pt; got {path.name!r}")
     check_place(path)
     coords, features = checked(net, inputs)
     if coords.device.type != "cuda" or coords.device != features.device or torch.version.hip is not None:
@@ -223,5 +223,5 @@ class _Run:
         if off:
             raise ValueError(
                 f"the rows that are no voxels change the network's result, by {off:.2g} of its rms: every module must "
-                "work on each voxel alone, or be this library's, which know those rows"
+                "work row by row, or be one of this library's, which leave those rows out"
             )

@@ -62,7 +62,7 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
     """
     path = Path(path)
     if path.suffix != ".pt2":
-        raise ValueError(f"a package's name ends in .pt2; got {path.name!r}")
+        raise ValueError(f"a package's name must end in .pt2; got {path.name!r}")
     check_place(path)
     if isinstance(program, (str, Path)):
         program = _read(Path(program))
@@ -74,7 +74,7 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
     words = " ".join(f"{TYPES[given.dtype]} {given.shape[1]}" for given in inputs)
     with written_whole(path) as made, torch.no_grad():
         if not compile_package(program, str(made), {"sparseconv_inputs": words}):
-            raise RuntimeError(f"torch {torch.__version__} has no AOTInductor: use another release")
+            raise RuntimeError(f"torch {torch.__version__} has no AOTInductor: use another version")
         _compare(load_package(str(made))(*inputs), program.module()(*inputs))
     return path
 
@@ -87,7 +87,7 @@ def _read(path: Path) -> torch.export.ExportedProgram:
             check_archive(file, path.stat().st_size)
         return torch.export.load(path)
     except Exception as error:  # torch raises any kind for a broken file
-        raise ValueError(f"{path} is torn, or no program that sparseconv.export.export wrote: {error}") from error
+        raise ValueError(f"{path} is damaged, or was not written by sparseconv.export.export: {error}") from error
 
 
 def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:

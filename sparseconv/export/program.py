@@ -138,7 +138,7 @@ def grid_of(x: Any) -> VoxelGrid | None:
 def checked(net: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     check_kind("net", net, torch.nn.Module, "pass the network")
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
-        raise ValueError("inputs are an example of what the program is given: (coords, features)")
+        raise ValueError("inputs must be an example of the program's inputs: (coords, features)")
     coords, features = inputs
     check_tensor("coords", coords)
     check_tensor("features", features)

@@ -143,7 +143,7 @@ def inside(fine: VoxelGrid, boundary: Boundary) -> VoxelGrid:
     """A given fine grid; ValueError where ``forbid`` has an extent that it leaves."""
     extent = boundary.extent if boundary.kind == "forbid" else None
     if extent is not None and not extent.encloses(fine.extent):
-        raise ValueError(f"the target's extent {fine.extent} leaves {extent}, and indices outside are forbidden")
+        raise ValueError(f"the target's extent {fine.extent} leaves {extent}, and the boundary forbids indices outside")
     return fine
 
 

@@ -36,7 +36,7 @@ EDGES = 1 << 14
 
 
 class FixedGrid(VoxelGrid):
-    """A grid of C rows of which the first ``count`` are real, a number that the device alone knows.
+    """A grid with a fixed number C of rows; the first ``count`` are real, and ``count`` stays on the device.
 
     Grids and maps made from it never wait for the device. Their sizes depend on the example alone. So a step over it,
     maps included, can be captured in a CUDA graph and replayed for other scenes. Dead rows have batch item -1 and no
@@ -58,7 +58,7 @@ class FixedGrid(VoxelGrid):
     Attributes:
         count: (1,) int32, of this very grid.
         fault: (1,) int32, shared with all grids made of this one: 0, or the bits of `scene.FAULTS`, which say what did
-            not fit. Results are then finite or not, and wrong; nothing is ever written out of bounds.
+            not fit. Results are then wrong and may not be finite; nothing is ever written out of bounds.
 
     Raises:
         TypeError, ValueError: arguments of the wrong kind, shape or device, or an extent too large for keys.
@@ -352,7 +352,7 @@ class FixedGrid(VoxelGrid):
         return grid
 
     def to(self, device: torch.device | str) -> FixedGrid:
-        """Itself, if the grid is there."""
+        """Returns itself if the grid is already on that device."""
         if checked_device(device) == self.device:
             return self
         raise ValueError(f"a FixedGrid stays on its device, {self.device}: make another one on {device}")

@@ -53,7 +53,7 @@ class VoxelGrid(Movable):
 
     Args:
         coords: (N, 1+D) integer tensor, D from 1 to 4; column 0 is the batch item (>= 0), the others are voxel indices,
-            negatives allowed. The grid keeps a copy, int32: what is written to yours later changes no grid.
+            negatives allowed. The grid keeps an int32 copy, so later writes to ``coords`` do not change it.
         batch_size: number of batch items, empty ones included; default: the largest one present + 1.
         voxel_size: edge of a voxel in the user's length unit, one number or one per axis; default 1.
         origin: position of the lower corner of voxel 0, same unit; default 0.
@@ -132,7 +132,7 @@ class VoxelGrid(Movable):
 
     @property
     def known_box(self) -> tuple[IndexRange, bool]:
-        """A box around the voxels that is known without a look at them, and whether it is their extent."""
+        """A bounding box that is known without reading the coordinates, and whether it is the exact extent."""
         if self._box is None or "extent" in self.__dict__:
             return self.extent, True
         return self._box, False
@@ -143,12 +143,12 @@ class VoxelGrid(Movable):
 
     @cached_property
     def sizes(self) -> ExampleSizes[VoxelGrid]:
-        """What grids of fixed size have asked of this one, where they are made like it."""
+        """Sizes that grids of fixed size have asked for, where this grid is their example."""
         return ExampleSizes()
 
     @property
     def cells(self) -> CoordinateTable:
-        """The table of the rows that a grid on a GPU keeps."""
+        """The hash table of the rows, which a grid on a GPU keeps."""
         if self._cells is None:
             self._cells = _on_gpu().build_table(self.coords)
         return self._cells
@@ -191,7 +191,7 @@ class VoxelGrid(Movable):
     traced_type: type[VoxelGrid] | None = None
 
     def all_sum(self, values: Shaped[torch.Tensor, "*shape"]) -> Shaped[torch.Tensor, "*shape"]:
-        """The sum of ``values`` over the processes that share the scene: themselves, where one process holds it."""
+        """The sum of ``values`` over the processes that share the scene; ``values`` itself in a single process."""
         return values
 
     # ---- reading
@@ -304,7 +304,7 @@ class VoxelGrid(Movable):
         return self._like(coarser(self._here.coords, factors), tuple(float(f) for f in factors))
 
     def refine(self, factor: int | Sequence[int]) -> VoxelGrid:
-        """Every voxel cut into factor^D finer ones, children of a voxel side by side."""
+        """Split every voxel into factor^D finer ones; the children of a voxel are adjacent rows."""
         factors = checked_factors(factor, self.rank)
         return self._like(finer(self._here.coords, self.extent, factors), tuple(1 / f for f in factors))
 
@@ -315,14 +315,14 @@ class VoxelGrid(Movable):
     def sorted(
         self, order: Literal["lexicographic", "morton"] = "lexicographic"
     ) -> tuple[VoxelGrid, Int64[torch.Tensor, " N"]]:
-        """The same voxels in another order, and the old row of each new one: ``new.coords == old.coords[rows]``."""
+        """The voxels in sorted order, and the old row of each: ``new.coords == old.coords[rows]``."""
         check_choice("order", order, ("lexicographic", "morton"))
         here = self._here
         rows = here._table.rows if order == "lexicographic" else morton_rows(here.coords, here.extent)
         return self._like(here.coords[rows]), rows.to(self.device)
 
     def to(self, device: torch.device | str) -> VoxelGrid:
-        """This grid on another device; itself if it is there."""
+        """This grid on another device; returns itself if it is already there."""
         place = checked_device(device)
         if place == self.device:
             return self
@@ -337,7 +337,7 @@ class VoxelGrid(Movable):
 
     @staticmethod
     def cat(grids: Sequence[VoxelGrid]) -> VoxelGrid:
-        """One grid whose batch is the items of all the given ones, one after another."""
+        """Concatenate grids along the batch: the items of all given grids, one after another."""
         check_several(grids)
         first, total, parts = grids[0], 0, []
         for grid in grids:
@@ -383,7 +383,7 @@ class VoxelGrid(Movable):
         """
         box = checked_box(self, features, extent)
         if not box.encloses(self._box or self.extent) and not box.encloses(self.extent):
-            raise ValueError(f"the grid's extent {self.extent} leaves the box {box} that should be filled")
+            raise ValueError(f"the grid's extent {self.extent} leaves the box {box} to fill")
         return filled(features, self.coords, self.batch_size, box)
 
     def __getstate__(self) -> dict[str, Any]:

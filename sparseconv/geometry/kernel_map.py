@@ -317,7 +317,7 @@ class KernelMap(Movable):
         return self._reverse if self._reverse_of is None else self._reverse_of()
 
     def to(self, device: torch.device | str) -> KernelMap:
-        """This map with its edges on another device; itself if they are there."""
+        """This map with its edges on another device; returns itself if they are already there."""
         if checked_device(device) == self.device:
             return self
         self._counted()

@@ -71,7 +71,7 @@ class IndexProjection:
 
     @classmethod
     def fixed(cls, rank: int, start: Sequence[int], shape: Sequence[int]) -> IndexProjection:
-        """Every point of a ``rank``-dimensional index space sees the same region."""
+        """A projection that maps every point of a ``rank``-dimensional index space to the same region."""
         return cls(tuple((0,) * rank for _ in start), tuple(start), tuple(shape))
 
     @classmethod
@@ -160,13 +160,13 @@ class IndexProjection:
         return torch.stack(axes, -1) if axes else zero[..., None].expand(*zero.shape, 0)
 
     def anchor(self, name: str, points: Integer[torch.Tensor, "*M D_in"]) -> Int64[torch.Tensor, "*M D_out"]:
-        """Where the named point of the regions of ``points`` lies, (..., D_out) int64."""
+        """The positions of the named anchor in the regions of ``points``, (..., D_out) int64."""
         if name not in self.anchors:
             raise ValueError(f"no anchor {name!r}; this projection has {sorted(self.anchors) or 'none'}")
         return self(points) + torch.tensor(self.anchors[name], device=points.device)
 
     def region(self, of: Sequence[int] | IndexRange) -> IndexRange:
-        """The exact bounding box of what a point, or every point of a range, sees (interval arithmetic)."""
+        """The exact bounding box of the region of a point, or of all points of a range (interval arithmetic)."""
         box = of if isinstance(of, IndexRange) else IndexRange(tuple(of), tuple(p + 1 for p in of))
         if box.rank != self.rank_in:
             raise ValueError(f"expected a point or range of rank {self.rank_in}; got {of}")
@@ -232,7 +232,7 @@ class IndexProjection:
     # ---- changing
 
     def compose(self, inner: IndexProjection) -> IndexProjection:
-        """What this projection sees of what ``inner`` sees: points -> inner's region -> this one's region of it.
+        """The composition of two projections: points -> the region of ``inner`` -> this projection's region of it.
 
         The shape is exact; the step is the coarsest spacing that visits every point seen. An anchor is what this
         projection's anchor of that name sees of the inner one's. Where one of the two lacks the name and its regions

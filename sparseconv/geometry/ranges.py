@@ -146,7 +146,7 @@ def check_box(box: IndexRange, what: str) -> None:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What an index outside of an extent means.
+    """How an index outside of an extent is treated.
 
     ``absent``: nothing is there (padding); ``forbid``: such an index may not occur; ``periodic``: the space is a torus
     of the given extent; ``negative``: numpy's counting from the end, for dense arrays only. The extent is an
@@ -174,7 +174,7 @@ class Boundary:
 
     @classmethod
     def forbid(cls, extent: IndexRange | Sequence[int] | None = None) -> Boundary:
-        """What needs an index outside of the extent (a range, or a shape from the origin) does not exist."""
+        """Outputs that need an index outside of the extent (a range, or a shape from the origin) do not exist."""
         return cls("forbid", _as_range(extent))
 
     @classmethod

@@ -75,8 +75,8 @@ def voxelize(
         batch_size = checked_batch_size(batch_size)
     if rank == 4 and isinstance(voxel_size, (int, float)):
         warnings.warn(
-            "points of 4 columns become voxels in 4 axes. Where the fourth is intensity or time of no axis, pass "
-            "points[:, :3]; where it is an axis, give voxel_size as 4 numbers",
+            "points with 4 columns become voxels with 4 axes. If the fourth column is an intensity or a time, pass "
+            "points[:, :3]; if it is an axis, give voxel_size as 4 numbers",
             stacklevel=3,
         )
     if batch is not None:

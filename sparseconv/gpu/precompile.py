@@ -150,7 +150,7 @@ def unpack(file: Path, cache: Path, gpu: Gpu | None) -> int:
             for entry in entries:
                 _write(archive.read(entry), cache / entry.filename)
     except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is no file of compiled kernels, or is damaged: {error}") from None
+        raise ValueError(f"{file} is not a file of compiled kernels, or is damaged: {error}") from None
     return sum(entry.filename.endswith(".cubin") for entry in entries)
 
 
@@ -174,7 +174,7 @@ def _compare(archive: zipfile.ZipFile, gpu: Gpu | None, file: Path) -> None:
             raise ValueError(f"{file} was made with {name} {found.get(name)}; here is {name} {mine}")
     theirs = Gpu(str(found.get("name")), tuple(found.get("capability", (0, 0))), found.get("processors", 0))
     if gpu is not None and theirs[1:] != gpu[1:]:
-        raise ValueError(f"{file} is for another GPU: for {theirs}; here is {gpu}")
+        raise ValueError(f"{file} is for another GPU, {theirs}; this is {gpu}")
 
 
 def _checked(archive: zipfile.ZipFile, file: Path) -> list[zipfile.ZipInfo]:
@@ -183,7 +183,7 @@ def _checked(archive: zipfile.ZipFile, file: Path) -> list[zipfile.ZipInfo]:
     for entry in entries:
         folder, _, name = entry.filename.partition("/")
         if not _FOLDER.fullmatch(folder) or not _FILE.fullmatch(name):
-            raise ValueError(f"{file} holds {entry.filename!r}, which is no file of a compiled kernel")
+            raise ValueError(f"{file} holds {entry.filename!r}, which is not a file of a compiled kernel")
         if entry.file_size > MAX_FILE:
             raise ValueError(f"{file} holds {entry.filename!r} of {entry.file_size:,} bytes, more than {MAX_FILE:,}")
     if sum(entry.file_size for entry in entries) > MAX_TOTAL:

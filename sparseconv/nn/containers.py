@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Sequential(SparseModule, torch.nn.Sequential):
     """`torch.nn.Sequential` of sparse and plain modules: plain ones are applied to the features.
 
-    A `SparseModule` is given the whole `SparseTensor`. After a module that leaves the sparse world (`ToDense`, global
-    pooling) all others go on with what it returned.
+    A `SparseModule` receives the whole `SparseTensor`. After a module that returns a dense tensor (`ToDense`, global
+    pooling), the remaining modules receive that tensor.
 
     >>> from sparseconv.nn import SubmanifoldConv
     >>> net = Sequential(SubmanifoldConv(4, 8, 3), torch.nn.LayerNorm(8), torch.nn.ReLU())
@@ -79,7 +79,7 @@ class Add(SparseModule):
 
 
 class Residual(SparseModule):
-    """The input plus what a module makes of it: x + module(x).
+    """A residual connection: x + module(x).
 
     >>> from sparseconv.nn import SubmanifoldConv
     >>> block = Residual(SubmanifoldConv(8, 8, 3))

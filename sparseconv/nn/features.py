@@ -8,7 +8,7 @@ from sparseconv.nn.module import FeatureModule, Features, SparseModule, features
 
 
 class Pointwise(SparseModule):
-    """Any torch module of features (N, C), as one that takes and returns a `SparseTensor`.
+    """Wraps a PyTorch module on features (N, C), so that it takes and returns a `SparseTensor`.
 
     >>> Pointwise(torch.nn.Softsign())
     Pointwise(

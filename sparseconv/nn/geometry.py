@@ -135,9 +135,8 @@ class LayerGeometry:
         plan = fine.derived.get(("layer", self._key, coarse)) or self.plan(fine, target)
         if plan.target is not coarse:
             raise ValueError(
-                f"this window leads from {fine} to {plan.target}, not to the given {coarse}: the inverse takes "
-                "kernel_size, stride, dilation and padding of the layer that it undoes, and the very grid objects that "
-                "this layer met"
+                f"this window leads from {fine} to {plan.target}, not to the given {coarse}: the inverse needs "
+                "the kernel_size, stride, dilation and padding of the layer that it undoes, and the same grid objects"
             )
         return plan
 

@@ -16,7 +16,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 class SparseModule(torch.nn.Module):
-    """A module that takes and returns `SparseTensor`.
+    """Base class of modules that take and return a `SparseTensor`.
 
     Derive from it to write your own: `Sequential` hands the whole `SparseTensor` to such modules, and only its features
     (N, C) to plain torch modules.
@@ -28,9 +28,9 @@ class SparseModule(torch.nn.Module):
 
 
 class FeatureModule(SparseModule):
-    """A torch module of features (N, C), row by row, that also takes them inside a `SparseTensor`.
+    """Mixin for PyTorch modules that work row by row, so that they also accept a `SparseTensor`.
 
-    Put it before the torch module among the bases; names of parameters, arguments and meanings stay torch's.
+    List it before the PyTorch module among the bases. Parameters and arguments stay PyTorch's.
 
     >>> class Softsign(FeatureModule, torch.nn.Softsign):
     ...     pass
@@ -77,7 +77,7 @@ def apply(module: torch.nn.Module, x: Any) -> Any:
 
 
 def pack(module: Module, packed: bool = True) -> Module:
-    """Lay a module's weights in memory as kernels read them, so that no call copies them. Returns the module.
+    """Store a module's weights in the memory layout that kernels read, so that no call copies them. Returns the module.
 
     It is for layers of spconv's and fVDB's names, whose weights have other layouts; this library's own have this one.
     Parameters keep their names, shapes and numbers: their strides change, as ``module.to(memory_format=...)`` changes

@@ -191,7 +191,7 @@ def _per_item(x: Any, grid: VoxelGrid | None, norm: Any, channels: int, groups: 
     features = features_of(x, norm, channels)
     grid = grid_in(x, norm, "grid=") if grid is None else grid
     if grid.is_shared:
-        raise ValueError(f"{type(norm).__name__} over shards is not offered: BatchNorm and LayerNorm are")
+        raise ValueError(f"{type(norm).__name__} over shards is not supported: use BatchNorm or LayerNorm")
     y = features.to(torch.promote_types(features.dtype, torch.float32))
     y = standardised(y, grid, groups, norm.eps)
     if norm.weight is not None:

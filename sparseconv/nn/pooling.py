@@ -212,7 +212,7 @@ class Unpool(WindowPool):
 
 
 class MaxUnpool(WindowPool):
-    """Put values back where a `MaxPool` found them, 0 elsewhere; see `sparseconv.ops.max_unpool`.
+    """Puts values back where a `MaxPool` found them, and 0 elsewhere; see `sparseconv.ops.max_unpool`.
 
     Arguments are those of the `MaxPool` that it undoes.
 

@@ -30,8 +30,8 @@ def rows_of(
         if isinstance(value, SparseTensor):
             if grid is not None and value.grid is not grid:
                 raise ValueError(
-                    f"the network's result is on {value.grid}, of which the CPU does not know how many rows are "
-                    "voxels: return a tensor on the input's grid"
+                    f"the network's result is on {value.grid}, whose number of voxels only the GPU knows: "
+                    "return a tensor on the input's grid"
                 )
             features = spoilt(value.features[:voxels])
             return features if whole is None else SparseTensor(whole.grid, features)

@@ -60,7 +60,7 @@ def global_max_pool(x: Float[torch.Tensor, "N C"], grid: VoxelGrid) -> Float[tor
     if (traced := recorder(grid)) is not None:
         return traced.pooled(x, "max")
     if grid.is_shared:
-        raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
+        raise ValueError("a maximum over shards is not supported: pool to one grid first, or gather the scene")
     if grid.count is not None:
         return _by_mask(x, grid, -torch.inf, lambda rows, _: rows.max(0).values)
     return _by_item(x, grid, lambda item: item.max(0).values)

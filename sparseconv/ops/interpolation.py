@@ -36,9 +36,9 @@ Mode = Literal["linear", "nearest"]
 
 
 class Interpolation:
-    """Which voxels are the corners of which points, and with what weights: found once, executed many times.
+    """An interpolation plan: the corner voxels of each point and their weights, computed once and executed many times.
 
-    It is frozen and holds no graph: for gradients to positions give them to the call again, as ``points``.
+    It is frozen and holds no autograd graph. For gradients to the positions, pass them again to the call as ``points``.
 
     Args:
         grid: the voxels that hold features.
@@ -267,7 +267,7 @@ def splat(
 ) -> Float[torch.Tensor, "N C"]:
     """Point values (M, C), spread over the voxels around each point: (N, C), the transpose of `interpolate`.
 
-    What falls on absent voxels is lost, unless ``renormalize`` gives it to a point's other corners.
+    Contributions to absent voxels are dropped, unless ``renormalize`` gives them to the point's other corners.
 
     >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1]]))
     >>> splat(torch.tensor([[4.0]]), grid, torch.tensor([[0.75]])).tolist()

@@ -103,7 +103,7 @@ def neighborhood_attention(
     scale: float | None = None,
     bias: Float[torch.Tensor, " K *H"] | None = None,
 ) -> Float[torch.Tensor, "N_out *H C_v"]:
-    """Softmax attention of each output over the inputs that it sees.
+    """Softmax attention of each output over the inputs in its window.
 
         y[out] = sum over edges (t, in, out) of softmax(scale * <q[out], k[in]> + bias[t]) * v[in]
 
@@ -150,7 +150,7 @@ def depthwise_convolution(
     weight: Float[torch.Tensor, "K C"] | Float[torch.Tensor, "K 1 C"],
     plan: ConvolutionPlan,
 ) -> Float[torch.Tensor, "N_out C"]:
-    """A convolution of every channel by itself, what ``plan.with_groups(C).execute(x, weight[:, None])`` computes.
+    """A depthwise convolution: the same as ``plan.with_groups(C).execute(x, weight[:, None])``.
 
         y[out, c] = sum over edges (k, in, out) of x[in, c] * weight[k, c]
 

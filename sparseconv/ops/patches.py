@@ -33,7 +33,7 @@ MOST_ITEMS = 8
 
 
 class Patches:
-    """Where the rows of items that lie one behind another go, and who sees whom.
+    """A division of rows into patches for attention, and a mask of the slots that attend to each other.
 
     Make it by `Patches.along` for the batch items of a grid, by `Patches.windows` for windows.
 

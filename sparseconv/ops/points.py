@@ -26,7 +26,7 @@ Reduce = Literal["mean", "sum", "max"]
 
 
 class PointGroups:
-    """Which points lie in which voxel: grouped once, reduced many times.
+    """The grouping of points by voxel, computed once and reduced many times.
 
     Args:
         point_rows: (M,) integers, the voxel row of each point as `voxelize` returns it; -1 for none.

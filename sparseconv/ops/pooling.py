@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def sum_pool(x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan) -> Float[torch.Tensor, "N_out C"]:
-    """The sum of the voxels that each output sees.
+    """The sum over the voxels in each output's window.
 
     Args:
         x: (N_in, C) floating point on the plan's device, rows in the order of ``plan.source``.
@@ -58,7 +58,7 @@ def sum_pool(x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan) -> Float[t
 def avg_pool(
     x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan, *, count_absent: bool = False
 ) -> Float[torch.Tensor, "N_out C"]:
-    """The mean of the voxels that each output sees; with ``count_absent`` the sum over the number of taps.
+    """The mean over the voxels in each output's window; with ``count_absent``, the sum divided by the number of taps.
 
     Arguments, results and errors are those of `sum_pool`. ``count_absent=True`` equals torch's dense average pooling of
     zeros where there is no voxel.
@@ -80,7 +80,7 @@ def avg_pool(
 def max_pool(
     x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan
 ) -> tuple[Float[torch.Tensor, "N_out C"], Integer[torch.Tensor, "N_out C"]]:
-    """The largest of the voxels that each output sees, and the taps that they came through.
+    """The maximum over the voxels in each output's window, and the tap of each maximum.
 
     Arguments and errors are those of `sum_pool`. NaN wins, as in torch.
 
@@ -122,7 +122,7 @@ def unpool(x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan) -> Float[tor
 def max_unpool(
     x: Float[torch.Tensor, "N_in C"], winners: Integer[torch.Tensor, "N_in C"], plan: ConvolutionPlan
 ) -> Float[torch.Tensor, "N_out C"]:
-    """Put values back where `max_pool` found them, 0 elsewhere: the adjoint of that choice.
+    """Put values back where `max_pool` found them, and 0 elsewhere: the adjoint of that selection.
 
     Args:
         x: (N_coarse, C).

@@ -40,7 +40,7 @@ Depth = int | torch.Tensor
 
 
 def serial_codes(coords: Integer[torch.Tensor, "N 1+D"], order: str = "z", *, depth: int) -> Int64[torch.Tensor, " N"]:
-    """The place of each voxel along a curve.
+    """The position of each voxel along a space-filling curve.
 
     Args:
         coords: (N, 1+D) integers, D from 1 to 4: the batch item (>= 0), then voxel indices in 0 .. 2^depth - 1.
@@ -152,7 +152,7 @@ def serialize(
         leave_to_python("the curves of a grid depend on where its voxels lie")
     check_grid(grid)
     if grid.is_shared:
-        raise ValueError("curves over shards are not offered: each process would have to know all voxels")
+        raise ValueError("curves over shards are not supported: each process would have to know all voxels")
     names = (orders,) if isinstance(orders, str) else tuple(orders)
     if not names:
         raise ValueError("orders must name at least one curve")

@@ -50,7 +50,7 @@ OPERANDS = ("x", "weight", "bias", "residual")
 
 
 class ConvolutionPlan(Movable):
-    """Which input voxel meets which output voxel through which tap, ready to be executed.
+    """The kernel map of a convolution with its two grids, ready to be executed.
 
         fine = stride * coarse + dilation * tap - padding        (tap = 0 .. kernel_size - 1, per axis)
 
@@ -68,10 +68,10 @@ class ConvolutionPlan(Movable):
         boundary: ``"absent"``, ``"forbid"`` or a `Boundary` (`Boundary.periodic(extent)`), on the fine side.
         groups: channel groups; C_in for a depthwise convolution.
         backend: ``"auto"`` or a backend's name.
-        deterministic: every backend of this library is, so None and True ask for nothing; False allows one that is not.
+        deterministic: all built-in backends are deterministic; False also allows backends that are not.
 
     Raises:
-        ValueError, TypeError: arguments that cannot be met, before anything is built.
+        ValueError, TypeError: invalid arguments; raised before anything is built.
 
     >>> grid = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]]))
     >>> plan = ConvolutionPlan(grid, 3)
@@ -216,7 +216,7 @@ class ConvolutionPlan(Movable):
 
     @property
     def projection(self) -> IndexProjection:
-        """The index projection from coarse voxels to the boxes of fine ones that they see."""
+        """The index projection from coarse voxels to the boxes of fine voxels in their receptive field."""
         return self.window.projection
 
     @property
@@ -245,11 +245,11 @@ class ConvolutionPlan(Movable):
         return self.kernel_map.device
 
     def request(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> Request:
-        """What a backend would be asked to convolve these channels."""
+        """The request that a backend would receive for these channels."""
         return Request(self.kernel_map, self.device, dtype, c_in, c_out, self.groups)
 
     def workspace_bytes(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> int:
-        """The most memory that executing allocates in addition to its result, forward or backward, in bytes."""
+        """The peak memory in bytes that a forward or backward call allocates in addition to its result."""
         request = self.request(c_in, c_out, dtype)
         return choose(request, self.backend).workspace_bytes(request)
 
@@ -258,7 +258,7 @@ class ConvolutionPlan(Movable):
         x: Float[torch.Tensor, "N_in C_in"],
         weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"] | PackedWeights,
     ) -> Explanation:
-        """Which backend would execute this and why, what the others said, and what it costs; print it."""
+        """Which backend would execute this call, why the others would not, and what it costs; print the result."""
         check_tensor("x", x)
         given = weight if not isinstance(weight, PackedWeights) else self._taps_of(weight, x)
         check_tensor("weight", given)
@@ -268,7 +268,7 @@ class ConvolutionPlan(Movable):
     # ---- executing
 
     def pack(self, weight: Float[torch.Tensor, " ..."]) -> PackedWeights:
-        """A weight in any layout of `execute`, copied once as kernels read it: frozen, taken in the weight's place.
+        """A frozen copy of a weight of any layout in the layout that kernels read, to be passed as the weight.
 
         Raises ValueError or TypeError for a weight that does not fit the taps, or is not floating point.
         """
@@ -314,7 +314,9 @@ class ConvolutionPlan(Movable):
         return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("a plan is no layer: call plan.execute(x, weight), or give it to one, layer(x, plan=plan)")
+        raise TypeError(
+            "a plan is not a layer: call plan.execute(x, weight), or pass it to a layer, layer(x, plan=plan)"
+        )
 
     def operands(
         self,
@@ -328,7 +330,7 @@ class ConvolutionPlan(Movable):
         Float[torch.Tensor, " C_out"] | None,
         Float[torch.Tensor, "N_out C_out"] | None,
     ]:
-        """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
+        """The checked operands of `execute`: cast under autocast, the weight packed as (K, C_in/G, C_out)."""
         transforms.check_not_recorded()
         given = weight if not isinstance(weight, PackedWeights) else self._taps_of(weight, x)
         check_places(self.kernel_map.device, x, given, bias, residual)
@@ -343,7 +345,7 @@ class ConvolutionPlan(Movable):
         return weight.for_call(self.kernel_size, self.window.offsets, self.groups, x)
 
     def localize(self, x: Shaped[torch.Tensor, "N_in ..."]) -> tuple[Shaped[torch.Tensor, "N_in ..."], ConvolutionPlan]:
-        """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""
+        """The rows and the local plan that an operation over edges works on; a sharded plan adds its halo."""
         return x, self
 
     # ---- other plans
@@ -365,7 +367,7 @@ class ConvolutionPlan(Movable):
     def weak_copy(self, grid: VoxelGrid) -> ConvolutionPlan:
         """This plan as ``grid`` may keep it: without keeping that grid alive, which would be a cycle.
 
-        A scene's memory then goes when its grid goes, and not whenever Python looks for cycles.
+        The memory of a scene is then freed with its grid, and does not wait for the garbage collector.
         """
         if self._source is not grid and self._target is not grid:
             return self
@@ -378,7 +380,7 @@ class ConvolutionPlan(Movable):
         return plan
 
     def to(self, device: torch.device | str) -> ConvolutionPlan:
-        """This plan on another device; itself if it is there."""
+        """This plan on another device; returns itself if it is already there."""
         device = as_device(device)
         kernel_map = self.kernel_map.to(device)
         if kernel_map is self.kernel_map:
@@ -565,5 +567,7 @@ def resolved(grid: GridRef) -> VoxelGrid:
         return grid
     alive = grid.grid()
     if alive is None:
-        raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
+        raise RuntimeError(
+            "the grid that kept this plan was freed: keep a reference to the grid as long as you use the plan's grids"
+        )
     return alive

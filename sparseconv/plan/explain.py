@@ -10,7 +10,7 @@ from sparseconv.backends.registry import backend, choose, refusals
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What `ConvolutionPlan.explain` found; printed, or shown by an interpreter, it is lines to read.
+    """The result of `ConvolutionPlan.explain`; print it to read it.
 
     >>> import torch
     >>> import sparseconv as sc

@@ -20,9 +20,9 @@ Taps = tuple[int, ...] | tuple[tuple[int, ...], ...]
 class PackedWeights:
     """A weight as kernels read it, (K, C_in/G, C_out) and contiguous: a copy, made once by `ConvolutionPlan.pack`.
 
-    `ConvolutionPlan.execute` takes it in the place of the weight, on any plan with the same taps and groups, and copies
-    nothing. It keeps the numbers that the weight had when it was packed: pack anew what was trained since. It has no
-    gradient, so one that was made of a tensor that requires a gradient is refused where gradients are recorded.
+    `ConvolutionPlan.execute` accepts it as the weight, on any plan with the same taps and groups, and copies nothing.
+    It keeps the values that the weight had when it was packed: pack it again after training. It has no gradient, so a
+    copy of a weight that requires gradients is refused while gradients are recorded.
 
     >>> import sparseconv as sc
     >>> plan = sc.ConvolutionPlan(sc.VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1]])), 3)
@@ -53,7 +53,7 @@ class PackedWeights:
         return self._tensor.device
 
     def to(self, device: torch.device | str) -> PackedWeights:
-        """These weights on another device; themselves if they are there."""
+        """These weights on another device; returns itself if they are already there."""
         there = self._tensor.to(as_device(device))
         return self if there is self._tensor else PackedWeights(there, self._taps, self._groups, self._learns)
 
@@ -79,7 +79,7 @@ class PackedWeights:
             )
         if self._learns and torch.is_grad_enabled():
             raise ValueError(
-                "these packed weights were made of a tensor that requires a gradient, and would give it none: execute "
+                "these weights were packed from a tensor that requires gradients, but have none themselves: execute "
                 "under torch.no_grad(), pass the weight itself, or pack weight.detach()"
             )
         if isinstance(x, torch.Tensor) and x.is_floating_point():

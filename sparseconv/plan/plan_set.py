@@ -20,10 +20,10 @@ Table = tuple[VoxelGrid, list[tuple[Any, Any]]]
 
 
 class PlanSet(Movable):
-    """The plans that layers keep with a grid, and with the coarser grids that these lead to.
+    """The plans that layers keep with a grid, and with the coarser grids made from it.
 
-    A grid drops them when it is pickled, since they are large and can be built again. A plan set carries them: a worker
-    of a data loader fills one while the trainer computes, and the trainer's layers then find every plan ready.
+    Pickling a grid drops its plans, since they are large and can be rebuilt. A plan set carries them: a data loader's
+    worker fills one while the trainer computes, and the trainer's layers then find every plan ready.
 
     >>> import sparseconv as sc
     >>> from sparseconv import nn
@@ -46,7 +46,7 @@ class PlanSet(Movable):
         channels: int | None = None,
         prepare: Callable[[SparseTensor], Any] | None = None,
     ) -> PlanSet:
-        """Every plan that ``net`` asks for on a grid, found by calling it once with convolutions left out.
+        """Every plan that ``net`` needs on a grid, found by one call that skips the convolutions.
 
         Args:
             net: takes a `SparseTensor`; on the grid's device. It is put into evaluation meanwhile and then back, so no
@@ -90,7 +90,7 @@ class PlanSet(Movable):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the edges, which is most of what travels."""
+        """Bytes of the edges, which are most of what is pickled."""
         maps = (plan.kernel_map for plan in self.plans)
         pairs = {frozenset((id(m), id(m.reverse()))): m.num_pairs for m in maps}  # both directions have the same edges
         return sum(2 * torch.int32.itemsize * count for count in pairs.values())
@@ -104,12 +104,12 @@ class PlanSet(Movable):
     # ---- elsewhere
 
     def to(self, device: torch.device | str) -> PlanSet:
-        """The grids and plans on another device; itself if they are there."""
+        """The grids and plans on another device; returns itself if they are already there."""
         here = checked_device(device)
         return self if here == self.grid.device else PlanSet(_copied(_tables(self.grid), here))
 
     def into(self, grid: VoxelGrid) -> VoxelGrid:
-        """Give the plans to another grid object of the same voxels in the same order; returns it.
+        """Attach the plans to another grid object with the same voxels in the same order, and return that grid.
 
         Raises:
             ValueError: the voxels, their order, size or origin, or the number of batch items, are others.

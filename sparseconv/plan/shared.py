@@ -14,7 +14,7 @@ from sparseconv.plan.convolution import ConvolutionPlan
 def shared_plan(
     source: VoxelGrid, kernel_size: Any = None, *, generative: bool = False, groups: int = 1, **options: Any
 ) -> ConvolutionPlan:
-    """The plan of these arguments on this grid object, built at the first asking and kept with the grid.
+    """The plan with these arguments on this grid object, built on first use and kept with the grid.
 
     Arguments are those of `ConvolutionPlan`, or of `ConvolutionPlan.transposed` where ``generative``. Two layers on one
     grid share a kernel map, and a strided layer's target is one grid object for everyone; so a decoder that asks for

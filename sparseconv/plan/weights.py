@@ -36,8 +36,8 @@ def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> t
         if tuple(shape[1:-1]) == kernel and taps > 1 and not torch.compiler.is_compiling():
             warn(
                 f"a weight {tuple(shape)} is taken in torch's layout (C_out, C_in/G, *kernel), but spconv's (C_out, "
-                "*kernel, C_in/G) fits as well: weight.flatten(2).permute(2, 1, 0) says torch's, "
-                "weight.flatten(1, -2).permute(1, 2, 0) spconv's"
+                "*kernel, C_in/G) has the same shape here. To be explicit, pass "
+                "weight.flatten(2).permute(2, 1, 0) for torch's or weight.flatten(1, -2).permute(1, 2, 0) for spconv's"
             )
         return weight.reshape(*shape[:2], math.prod(kernel)).permute(2, 1, 0)
     accepted = f"(K = {taps}, C_in/G, C_out)"

@@ -37,7 +37,7 @@ def plan_within(
     generative: bool = False,
     ends: Int32[torch.Tensor, " D"] | None = None,
 ) -> ConvolutionPlan:
-    """The plan onto every voxel of [0, shape) that a window reaches, built at the first asking and kept with the grid.
+    """The plan onto every voxel of [0, shape) that a window reaches, built on first use and kept with the grid.
 
     Args:
         grid: where the inputs are.

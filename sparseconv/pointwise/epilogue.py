@@ -21,7 +21,7 @@ IN_PLACE = {torch.relu: torch.relu_, torch.sigmoid: torch.sigmoid_, torch.tanh: 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A pointwise function of one tensor whose other arguments are fixed: y = activation(x, *numbers).
+    """A pointwise function with all arguments but the first tensor fixed: y = activation(x, *numbers).
 
     A kernel that has x in registers calls ``epilogue.scalar(x)``; where there is no such kernel ``apply(x)`` runs by
     itself, with the same numbers and gradients. Two epilogues of one activation and the same numbers are equal.

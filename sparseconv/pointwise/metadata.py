@@ -125,7 +125,7 @@ def check_output(
 def check_aliasing(schema: Schema, which: str, out: Any, args: Sequence[Any]) -> None:
     """Raise if ``out`` shares memory with an argument other than element for element, or with a negated tensor."""
     if isinstance(out, torch.Tensor) and out.is_neg():
-        raise ValueError(f"{schema.name}: {which}= is the negative of what lies in its memory; pass one of its own")
+        raise ValueError(f"{schema.name}: {which}= is a lazily negated view; pass a clone")
     gathered = dict(schema.gather)  # whose elements serve other rows than their own
     for i, value in enumerate(args):
         if not isinstance(value, (torch.Tensor, StridedBuffer)) or separate(value, out):

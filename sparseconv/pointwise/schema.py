@@ -45,7 +45,7 @@ class OutputRule:
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is cut; None leaves the choice to the layout of the operands.
+    """The tile and launch configuration of a kernel; None chooses by the layout of the operands.
 
     Args:
         tile_axes: how many axes a tile spans at most, 1 or 2. Two lets operands of different stride order each be read

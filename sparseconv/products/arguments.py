@@ -127,7 +127,7 @@ def check_out(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (out, *inputs)):
         raise ValueError(
             f"{name} with out= is not differentiable, but an argument requires a gradient: "
-            f"leave out= away, or call it under torch.no_grad()"
+            f"leave out= out, or call it under torch.no_grad()"
         )
     if tuple(out.shape) != shape:
         raise ValueError(

@@ -124,7 +124,7 @@ class SparseScaleInfo(Info):
         return self.least_in_sizes[0]
 
     def validate(self, in_size: int | None = None) -> SparseScaleInfo:
-        """Looks at every value anew and returns the info itself; ValueError names the first bad entry."""
+        """Check every value again and return the info; a ValueError names the first bad entry."""
         self._look(self.in_size if in_size is None else in_size)
         return self
 
@@ -165,7 +165,7 @@ class SparseProductInfo(Info):
     _inputs: ClassVar[dict[str, str]] = {"index1": "in1_size", "index2": "in2_size"}
 
     def validate(self, in1_size: int | None = None, in2_size: int | None = None) -> SparseProductInfo:
-        """Looks at every value anew and returns the info itself; ValueError names the first bad entry."""
+        """Check every value again and return the info; a ValueError names the first bad entry."""
         in1_size = self.in1_size if in1_size is None else in1_size
         in2_size = self.in2_size if in2_size is None else in2_size
         self._look(in1_size, in2_size)

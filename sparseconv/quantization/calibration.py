@@ -84,7 +84,7 @@ def quantize(
                 recording = Recording(net, x, wide | ends) if ends else recording
             recording.run(x, seen)
     if recording is None or not voxels:
-        raise ValueError("calibration needs at least one scene with voxels, which tell how large numbers become")
+        raise ValueError("calibration needs at least one scene with voxels, to measure the range of numbers")
     builder = builder_of(recording, ranges)
     results = builder.build()
     if builder.failed:
@@ -104,7 +104,7 @@ def _check(net: torch.nn.Module, dtype: Any, keep: Sequence[str], percentile: fl
     known = {name for name, _ in net.named_modules()} | {"first", "last"}
     missing = [name for name in keep if name not in known or not name]
     if missing:
-        raise ValueError(f"keep names {missing}, which are no modules of the network")
+        raise ValueError(f"keep names {missing}, but the network has no such modules")
     if percentile is not None and not 50 < percentile <= 100:
         raise ValueError(f"percentile is above 50 and at most 100; got {percentile}")
     if dtype in (torch.int8, "int8"):
@@ -124,7 +124,7 @@ def _magnitude(features: Any, percentile: float | None) -> float:
     """The largest magnitude, or that below which so many percent lie."""
     values = features.detach().float().abs().flatten()
     if not bool(values.isfinite().all()):
-        raise ValueError("the network makes numbers that are not finite from a scene: it cannot be calibrated on it")
+        raise ValueError("the network's results on a scene are not finite, so it cannot be calibrated on that scene")
     if percentile is None or percentile == 100:
         return float(values.max())
     return float(values.kthvalue(max(1, round(len(values) * percentile / 100))).values)

@@ -118,7 +118,7 @@ class Recording:
     def _ref(self, leaf: Any) -> Ref:
         number: Any = number_of_leaf(leaf)
         if number not in self.numbers:
-            raise ValueError("the network returns a tensor that no layer of it is seen to make")
+            raise ValueError("the network returns a tensor that no recorded layer made")
         return Ref(self.numbers[number], isinstance(leaf, SparseTensor))
 
     def run(self, x: SparseTensor, seen: Callable[[int, torch.Tensor], None]) -> None:
@@ -155,14 +155,14 @@ class Recording:
         given = {**dict(zip(("input", "onto" if len(step.args) > 1 else ""), step.args)), **step.kwargs}
         x = given.pop("input", given.pop("x", None))
         if not isinstance(x, program.Ref) or x.number not in self.numbers:
-            raise ValueError(f"{name} takes a tensor that no layer is seen to make: keep the module that makes it wide")
+            raise ValueError(f"{name} takes a tensor that no recorded layer made: keep the module that makes it wide")
         where = {}
         for key, value in given.items():
             if value is None:
                 continue
             grid = getattr(value, "grid", getattr(value, "number", None))
             if key not in ("onto", "target") or grid not in self.on_grid:
-                raise ValueError(f"{name} is called with {key}={type(value).__name__}, which no layer is seen to make")
+                raise ValueError(f"{name} is called with {key}={type(value).__name__}, which no recorded layer made")
             where[key] = self.on_grid[grid]
         return Operation(kind_of(step.layer) or "", name, (self.numbers[x.number],), output, step.layer, where=where)
 
@@ -176,8 +176,8 @@ class Recording:
                 is_grid = isinstance(leaf, program.Ref) and isinstance(self.steps[leaf.number], program.GridStep)
                 kind = "VoxelGrid" if is_grid else "Tensor" if isinstance(leaf, program.Ref) else type(leaf).__name__
                 raise ValueError(
-                    f"{layer.module} is called with a {kind} of the scene that no layer is seen to make: pass sparse "
-                    "tensors, or keep what makes it"
+                    f"{layer.module} is called with a {kind} of the scene that no recorded layer made: pass sparse "
+                    "tensors, or keep the module that makes it"
                 )
             return leaf
 

@@ -22,7 +22,7 @@ def shift_for(ratios: Sequence[float], below: int, most: int) -> int:
         while round(largest * 2.0**shift) >= below:
             shift -= 1
     if shift < SHIFTS.start:
-        raise ValueError(f"a layer that makes numbers {largest:.3g} times as large leaves no bits to round")
+        raise ValueError(f"a layer that scales numbers by {largest:.3g} leaves no bits for rounding")
     return shift
 
 

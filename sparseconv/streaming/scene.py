@@ -115,7 +115,7 @@ def as_rows(name: str, value: Any) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of an array that cannot be written; nobody writes here
             if any(step < 0 for step in value.strides):
-                raise ValueError(f"{name} is an array that runs backwards: numpy.ascontiguousarray({name}) copies it")
+                raise ValueError(f"{name} is an array with negative strides: numpy.ascontiguousarray({name}) copies it")
             try:
                 value = torch.from_numpy(value)
             except (TypeError, ValueError) as error:

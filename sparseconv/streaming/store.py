@@ -174,7 +174,7 @@ class Store:
                 lines = _read(log).decode("ascii").split("\n")[:-1]
                 for line in lines:
                     if not DONE.fullmatch(line):
-                        raise ValueError(f"{line[:40]!r} names no finished block")
+                        raise ValueError(f"{line[:40]!r} does not name a finished block")
                     task, _, found = line.partition(" ")
                     self._done[task] = found
             if log == self._log:
@@ -240,8 +240,8 @@ class Store:
                 now = left(at)
             if now != found:
                 raise ValueError(
-                    f"the rows that finished blocks left are not there any more: {self.folder} goes on with the same "
-                    "out as before, opened by mode 'r+', which empties no file. Or begin with a new folder"
+                    f"the rows of finished blocks are missing from out: {self.folder} resumes only with the file of "
+                    "before, opened with mode 'r+', which keeps its contents. Or start with a new folder"
                 )
 
     def put(self, name: str, piece: Any) -> None:
@@ -281,7 +281,7 @@ def damaged(path: Path) -> Iterator[None]:
     except Exception as error:  # readers of damaged files raise anything
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
-        raise ValueError(f"{path} cannot be gone on from: {error}. Give resume= a new folder") from error
+        raise ValueError(f"{path} cannot be resumed from: {error}. Give resume= a new folder") from error
 
 
 def _mapped(path: Path, mode: Literal["r+", "c"], kind: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

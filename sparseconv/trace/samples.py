@@ -104,11 +104,10 @@ def _compare(a: Recording, b: Recording) -> None:
         if not _alike(one, other):
             raise ValueError(
                 f"{one.where} cannot be {a.purpose}: what it does depends on the number of voxels, or uses "
-                "something made of rows in a way that is not seen: use modules of sparseconv.nn and torch's functions "
-                "of rows"
+                "rows in a way that cannot be recorded: use modules of sparseconv.nn and torch's row-wise functions"
             )
     if len(a.steps) != len(b.steps):
-        raise ValueError(f"this network cannot be {a.purpose}: it does more or less for another number of voxels")
+        raise ValueError(f"this network cannot be {a.purpose}: its operations depend on the number of voxels")
 
 
 def _compare_results(a: tuple[Recording, Any], b: tuple[Recording, Any]) -> None:

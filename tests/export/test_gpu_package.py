@@ -40,7 +40,7 @@ def test_the_sources_read_what_python_writes():
 def test_refusals(tmp_path):
     net, _ = network("unet")
     given, path = scene(1), tmp_path / "net.pt"
-    with pytest.raises(ValueError, match=r"a package for a GPU ends in .pt; got 'net.pt2'"):
+    with pytest.raises(ValueError, match=r"a package for a GPU must end in .pt; got 'net.pt2'"):
         export.package_for_gpu(net, given, tmp_path / "net.pt2")
     with pytest.raises(ValueError, match=r"made on an NVIDIA GPU; got coords on cpu and features on cpu"):
         export.package_for_gpu(net, given, path)

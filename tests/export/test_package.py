@@ -74,7 +74,7 @@ def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"somebody\.doubled\.default has no C"):
         export.package(export.export(Foreign().eval(), scene(1)), path)
     good = program(sc.pointwise.relu)
-    with pytest.raises(ValueError, match=r"name ends in .pt2; got 'net.so'"):
+    with pytest.raises(ValueError, match=r"name must end in .pt2; got 'net.so'"):
         export.package(good, tmp_path / "net.so")
     with pytest.raises(TypeError, match=r"export\.export returns one"):
         export.package(good.module(), path)

@@ -329,9 +329,9 @@ def test_errors():
     with pytest.raises(ValueError, match="multiple of 6 channels; got 8"):
         PointTransformerV3(5, **SMALL, variant="m3")
     x = sc.SparseTensor(sc.VoxelGrid(torch.tensor([[0, 0, 0, 0]])), torch.ones(1, 5))
-    with pytest.raises(ValueError, match="positions are of variant='m3' alone"):
+    with pytest.raises(ValueError, match="positions need variant='m3'"):
         PointTransformerV3(5, **SMALL)(x, positions=torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="a mask is of variant='m2' and 'm3' alone"):
+    with pytest.raises(ValueError, match="masks need variant='m2' or 'm3'"):
         PointTransformerV3(5, **SMALL)(x, mask=torch.tensor([True]))
     with pytest.raises(ValueError, match="mask_token=True"):
         PointTransformerV3(5, **SMALL, variant="m2")(x, mask=torch.tensor([True]))

@@ -294,7 +294,7 @@ def test_workspace_is_stated(grid):
         (
             lambda g: sc.ConvolutionPlan.transposed(g, 3, target=g, boundary=sc.Boundary.forbid((2, 2, 2))),
             ValueError,
-            "indices outside are forbidden",
+            "the boundary forbids indices outside",
         ),
         (
             lambda g: sc.ConvolutionPlan(g, 3, target=sc.VoxelGrid(g.coords, batch_size=2)),

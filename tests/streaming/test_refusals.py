@@ -224,7 +224,7 @@ def test_arguments():
             sc.stream(net, (x.coords.float(), x.features), 10**9)
         with pytest.raises(ValueError, match="batch_size is 1"):
             sc.stream(net, (x.coords, x.features), 10**9, batch_size=1)
-        with pytest.raises(ValueError, match="coords is an array that runs backwards"):
+        with pytest.raises(ValueError, match="coords is an array with negative strides"):
             sc.stream(net, (x.coords.numpy()[::-1], x.features), 10**9)
         with pytest.raises(ValueError, match="same voxel"):
             sc.stream(net, (x.coords[[0, 0]], x.features[[0, 0]]), 10**9)

@@ -194,7 +194,7 @@ def test_rows_that_finished_blocks_left_must_be_there(kinds, tmp_path, monkeypat
         stopped(net, x, tmp_path, **before)
         kept = first.clone()
         first.zero_()
-        with pytest.raises(ValueError, match=r"not there any more.*opened by mode 'r\+'"):
+        with pytest.raises(ValueError, match=r"are missing from out.*opened with mode 'r\+'"):
             sc.stream(net, x, 10**9, resume=tmp_path, **after)
         first.copy_(kept)
         got = sc.stream(net, x, 10**9, resume=tmp_path, **before)
@@ -290,7 +290,7 @@ def test_damaged_files_of_a_folder_are_named(damage, tmp_path, monkeypatch):
             got = sc.stream(net, x, 10**9, resume=folder)
             assert torch.equal(got["fine"].features, want["fine"].features)
             continue
-        with pytest.raises(ValueError, match=f"({name}|not there any more).*new folder"):
+        with pytest.raises(ValueError, match=f"({name}|are missing from out).*new folder"):
             sc.stream(net, x, 10**9, resume=folder)
 
 
@@ -302,13 +302,13 @@ def test_a_folder_of_files_that_are_missing_or_describe_nothing(tmp_path, monkey
     piece = next(tmp_path.glob("total.*"))
     kept = piece.read_bytes()
     piece.unlink()
-    with pytest.raises(ValueError, match=f"{piece.name} cannot be gone on from"):
+    with pytest.raises(ValueError, match=f"{piece.name} cannot be resumed from"):
         sc.stream(net, x, 10**9, resume=tmp_path)
     piece.write_bytes(kept)
     for name, text in (("done.txt", "0.99999 abc\n"), ("done.txt", "nonsense\n"), ("stream.json", "[]")):
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).write_text(text)
-        with pytest.raises(ValueError, match=f"{name} cannot be gone on from"):
+        with pytest.raises(ValueError, match=f"{name} cannot be resumed from"):
             sc.stream(net, x, 10**9, resume=tmp_path)
         (tmp_path / name).write_bytes(kept)
     with pytest.raises(ValueError, match="resume must be a folder"):

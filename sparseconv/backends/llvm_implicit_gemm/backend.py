@@ -66,7 +66,7 @@ class LlvmImplicitGemm(Backend):
     def unsupported(self, request: Request) -> str | None:
         channels = min(request.c_in, request.c_out) // request.groups
         if request.groups > 1 and channels < NARROW:
-            return f"{channels} channels per group are no product: it needs {NARROW}"
+            return f"{channels} channels per group are too few for its products: it needs {NARROW}"
         return not_on_cpu(request) or missing()
 
     @torch.no_grad()

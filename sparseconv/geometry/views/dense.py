@@ -24,13 +24,13 @@ def sites_of(dense: torch.Tensor, rank: int | None = None) -> tuple[torch.Tensor
         axes = "1 to 4 spatial axes" if rank is None else f"rank={rank} spatial axes"
         raise ValueError(
             f"expected dense (B, C, *spatial) with {axes}; got {tuple(dense.shape)}: a volume without batch and "
-            "channels goes in as dense[None, None]"
+            "channels is passed as dense[None, None]"
         )
     if rank is None and dense.ndim == 3 and not torch.compiler.is_compiling():
         items, channels, _ = dense.shape
         warn(
             f"dense {tuple(dense.shape)} is taken as {items} batch items of {channels} channels along one axis; a "
-            "volume (D, H, W) goes in as dense[None, None]. Where one axis is meant, rank=1 says so"
+            "volume (D, H, W) is passed as dense[None, None]. If one axis is meant, pass rank=1"
         )
     sites = (dense != 0).any(1).nonzero()
     features = dense.movedim(1, -1)[tuple(sites.unbind(1))]
@@ -45,7 +45,7 @@ def checked_box(grid: Any, features: torch.Tensor, extent: IndexRange | Sequence
     if features.ndim != 2 or features.shape[0] != len(grid):
         raise ValueError(f"features must be ({len(grid)}, C); got {tuple(features.shape)}")
     if box.rank != grid.rank:
-        raise ValueError(f"the grid's extent {grid.extent} leaves the box {box}, which has not {grid.rank} axes")
+        raise ValueError(f"the grid's extent {grid.extent} leaves the box {box}, which does not have {grid.rank} axes")
     return box
 
 

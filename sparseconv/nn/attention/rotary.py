@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 class RotaryPositions(torch.nn.Module):
-    """Rotates the channels of queries and keys in pairs, so that their products see differences of positions alone.
+    """Rotary position embedding: rotates pairs of channels of queries and keys, so that their products depend only on
+    relative positions.
 
         angle[n, d, j] = positions[n, d] * base^(-j / F)
         (a, b) -> (a cos - b sin, b cos + a sin)
 
     Each axis d has C / D channels. Pairs are (j, j + F) among them, for j < F = C / (2 D). Angles are computed in fp64,
-    sums in fp32 at least, whatever autocast says. Nothing is learnt.
+    sums in fp32 at least, regardless of autocast. There are no parameters.
 
     Sources: Su et al., RoFormer, 2021; in three axes LitePT (``base=100``) and Utonia (``base=10000``), whose buffer
     has the name ``inv_freq``.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RelativePositionBias(torch.nn.Module):
-    """A number for each head and each difference of two voxels, learnt axis by axis and added up.
+    """A learned bias for each head and relative position, summed over the axes.
 
         bias[h, i, j] = sum over the axes d of rpe_table[d, clamp(c_i - c_j, -bound, bound)[d], h]
 
@@ -27,7 +27,7 @@ class RelativePositionBias(torch.nn.Module):
 
     Args:
         num_heads: H.
-        bound: differences beyond it count as it.
+        bound: larger differences are clamped to it.
         rank: number of spatial axes, D.
 
     >>> RelativePositionBias(4, bound=2)(torch.zeros(1, 5, 3, dtype=torch.int32)).shape

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class WindowAttention(PatchAttention):
-    """Self-attention among the voxels of each window of space, all of them.
+    """Self-attention among all voxels of each window of space.
 
         y = proj(softmax(scale * q k^T + bias) v),  q, k, v = qkv(x), within each window floor((c + shift) / window)
 
-    Layers with and without a shift of half a window, in turns, join windows. All windows are computed with as many
-    slots as the fullest one has voxels, so small windows suit.
+    Alternate layers with and without a shift of half a window, so that information crosses windows. All windows are
+    padded to the fullest one, so use small windows.
 
     Sources: Liu et al., Swin Transformer, 2021; Yang et al., Swin3D, 2023.
 

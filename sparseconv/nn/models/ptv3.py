@@ -81,7 +81,7 @@ class LinearEmbedding(SparseModule):
     Args:
         in_channels: channels of the input.
         embed_channels: channels of the output.
-        mask_token: learn what takes the place of voxels that are masked.
+        mask_token: learn a token that replaces masked voxels.
 
     >>> sum(p.numel() for p in LinearEmbedding(6, 32, mask_token=True).parameters())
     320
@@ -101,12 +101,12 @@ class LinearEmbedding(SparseModule):
         if mask is None:
             return y
         if self.mask_token is None:
-            raise ValueError("a mask needs the token that takes the place of voxels: mask_token=True")
+            raise ValueError("a mask needs a token that replaces masked voxels: mask_token=True")
         return y.with_features(torch.where(mask[:, None], self.mask_token.to(y.dtype), y.features))
 
 
 class ConditionalPositionalEncoding(SparseModule):
-    """x + norm(linear(conv(x))), a 3^3 submanifold convolution that tells a point where it is among its neighbors.
+    """Conditional positional encoding, x + norm(linear(conv(x))), with a 3^3 submanifold convolution.
 
     Source: as `PointEmbedding`.
 
@@ -127,7 +127,7 @@ class ConditionalPositionalEncoding(SparseModule):
 
 @dataclass(frozen=True)
 class PointTransformerOptions:
-    """What a `PointTransformerV3` is made of; names and defaults are Pointcept's.
+    """Options of `PointTransformerV3`; names and defaults are Pointcept's.
 
     Attributes:
         order: curves, of `ops.serial_codes`; block i of a stage takes curve i.
@@ -272,7 +272,7 @@ class PointTransformerV3(SparseModule):
         for name in ("pdnorm_bn", "pdnorm_ln"):
             if options.pop(name, False):
                 raise ValueError(
-                    f"{name}=True, norms of each data set's own, is not offered: train or load one without"
+                    f"{name}=True (separate norms for each dataset) is not supported: use a network without it"
                 )
         made = PointTransformerOptions(**{k: v for k, v in options.items() if k not in WITHOUT_EFFECT})
         self.options = made
@@ -332,13 +332,13 @@ class PointTransformerV3(SparseModule):
             wide = torch.promote_types(x.dtype, torch.float32)
             positions = x.coords[:, 1:].to(wide) if positions is None else positions
         elif positions is not None:
-            raise ValueError("positions are of variant='m3' alone")
+            raise ValueError("positions need variant='m3'")
         if curves is None:
             curves = serialize(grid, self.options.curves)
             curves = curves.shuffled() if self.options.shuffle_orders else curves
         check_kind("curves", curves, Serialization, "ops.serialize(x.grid) makes one")
         if mask is not None and not isinstance(self.embedding, LinearEmbedding):
-            raise ValueError("a mask is of variant='m2' and 'm3' alone")
+            raise ValueError("masks need variant='m2' or 'm3'")
         x, kept = self.embedding(x) if mask is None else self.embedding(x, mask), []
         for stage in _stages(self.enc):
             if "down" in stage:

@@ -38,7 +38,7 @@ def positional_encoding(channels: int, rank: int) -> Sequential:
 
 
 class DropPath(SparseModule):
-    """In training, 0 for a share of the rows, and the others as much larger.
+    """Stochastic depth: in training, sets a share of the rows to 0 and scales up the others.
 
     Source: Huang et al., Deep Networks with Stochastic Depth, 2016.
 
@@ -65,7 +65,7 @@ class DropPath(SparseModule):
 
 
 class LayerScale(SparseModule):
-    """Each channel times a learnt number, which begins small.
+    """Multiplies each channel by a learned factor, which starts small.
 
     Source: Touvron et al., Going deeper with Image Transformers, 2021.
 

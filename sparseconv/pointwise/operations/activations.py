@@ -324,7 +324,7 @@ def clamp(
     *,
     out: Shaped[torch.Tensor, "*shape"] | None = None,
 ) -> Shaped[torch.Tensor, "*shape"]:
-    """x held within bounds: out = min(max(x, low), high); None is no bound.
+    """Clamp to bounds: out = min(max(x, low), high); None means no bound.
 
     Args:
         x: tensor of any shape and real dtype.

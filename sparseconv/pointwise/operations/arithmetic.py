@@ -222,7 +222,7 @@ def sub(
     """
     for operand in (x, y):
         if (operand.dtype is torch.bool) if isinstance(operand, _ARRAYS) else isinstance(operand, bool):
-            raise TypeError("sub: bools have no difference: x ^ y says where they differ, ~y is the opposite")
+            raise TypeError("sub: bool tensors cannot be subtracted: use x ^ y or ~y")
     return add(x, y, -alpha, out=out)
 
 

@@ -58,7 +58,7 @@ seeded_dropout: PointwiseDynamicFunction = pointwise_dynamic(
 def dropout(
     x: Float[torch.Tensor, "*shape"], p: float = 0.5, *, seed: int, training: bool = True
 ) -> Float[torch.Tensor, "*shape"]:
-    """Zero some elements and scale the others: out = x / (1 - p) with probability 1 - p, else 0.
+    """Zeroes elements at random and scales the others: out = x / (1 - p) with probability 1 - p, else 0.
 
     Which elements are kept depends on the seed and their row-major position alone: not on strides, device or launch
     geometry. The gradient makes the same choice again, so nothing is kept for it.

@@ -89,7 +89,7 @@ def test_other_ways_to_make_one():
         (lambda f, c: ME.SparseTensor(f, coordinate_map_key=ME.CoordinateMapKey([1], "")), ValueError, "manager"),
         (lambda f, c: ME.SparseTensor(f, c, tensor_stride=0), ValueError, "at least 1"),
         (lambda f, c: ME.TensorField(f, c, quantization_mode=Mode.NO_QUANTIZATION), ValueError, "one row per voxel"),
-        (lambda f, c: ME.SparseTensor(f, c, quantization_mode=Mode.NO_QUANTIZATION), ValueError, "share one"),
+        (lambda f, c: ME.SparseTensor(f, c, quantization_mode=Mode.NO_QUANTIZATION), ValueError, "share a voxel"),
         (lambda f, c: ME.CoordinateManager(D=0), ValueError, "number of axes"),
         (lambda f, c: ME.CoordinateManager(D=1).get_coordinates(1), ValueError, "no voxels"),
         (lambda f, c: ME.CoordinateManager(D=2).insert_and_map(c), ValueError, r"\(N, 3\)"),

@@ -270,7 +270,7 @@ def _recorded(grid: Any, shape: Ints, window: dict[str, Any], out_coords: torch.
     if out_coords is not None:
         return grid.plan_type(grid, target=voxels("out_coords", out_coords, items, list(shape)), **window)
     if SERIALIZATION_MODE != SerializationMode.BXYZ:
-        raise ValueError("while torch traces, nobody can sort voxels along a curve: give out_coords")
+        raise ValueError("voxels cannot be sorted along a curve while torch traces: give out_coords")
     kernel, *_ = window.values()
     steps = {name: window[name] for name in ("stride", "padding", "dilation")}
     return grid.plan_type.within(grid, shape, kernel, False, **steps)

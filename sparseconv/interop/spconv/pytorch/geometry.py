@@ -42,7 +42,7 @@ class LayerWindow(NamedTuple):
 def find_plan(
     grid: VoxelGrid, window: LayerWindow, out_shape: Sequence[int], *, subm: bool = False, transposed: bool = False
 ) -> ConvolutionPlan:
-    """The plan of a layer on a grid, built at the first asking and kept with the grid.
+    """The plan of a layer on a grid, built on first use and kept with the grid.
 
     Outputs are the grid itself for a submanifold layer, whose stride and padding mean nothing; else every voxel in
     [0, out_shape) that the window reaches, in lexicographic order.
@@ -77,7 +77,7 @@ def plan_in_trace(
         raise ValueError(f"a window of {size} leaves no cell of the output: its shape would be {tuple(out_shape)}")
     wanted = (subm, transposed, *kernel, *step, *pad, *gap, *out_shape)
     made = grid.derived.setdefault("spconv", [])
-    for numbers, plan in made:  # there is no telling them apart by a key: nobody may know the numbers yet
+    for numbers, plan in made:  # a key cannot distinguish them, since the numbers may not be known yet
         if len(numbers) == len(wanted) and all([surely(a == b) for a, b in zip(numbers, wanted)]):
             return plan
     if subm:
