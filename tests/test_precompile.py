@@ -68,7 +68,7 @@ def test_kernels_lie_where_triton_looks_for_them(packed: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("manifest", "card", "said"),
     [
-        ({}, HERE._replace(capability=(8, 0)), "another GPU: for a GPU .compute capability 9.0, 132"),
+        ({}, HERE._replace(capability=(8, 0)), "another GPU, a GPU .compute capability 9.0, 132"),
         ({}, HERE._replace(processors=114), "this is a GPU .compute capability 9.0, 114 multiprocessors"),
         ({"triton": "1.0"}, HERE, "made with triton 1.0; here is triton"),
         ({"sparseconv": "9"}, None, "made with sparseconv 9; here is sparseconv"),

@@ -407,7 +407,7 @@ def test_packed_weights_give_gradients_to_the_others_alone(grid):
     plan = sc.ConvolutionPlan(grid, 3)
     x, bias = (torch.randn(*shape, requires_grad=True) for shape in ((len(grid), 4), (6,)))
     weight = torch.nn.Parameter(torch.randn(27, 4, 6))
-    with pytest.raises(ValueError, match=r"requires a gradient, .*no_grad\(\), .*pack weight.detach\(\)"):
+    with pytest.raises(ValueError, match=r"requires gradients, .*no_grad\(\), .*pack weight.detach\(\)"):
         plan.execute(x, plan.pack(weight))
     with torch.no_grad():
         assert torch.equal(plan.execute(x, plan.pack(weight)), plan.execute(x, weight))
