@@ -113,7 +113,7 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
                     continue
                 at = y + (beside[key].index(name) - (len(beside[key]) - 1) / 2) * thick
                 axes.barh(at, b / a, thick * 0.9, color=_colour(name), label=name)
-                axes.text(b / a, at, f" {b / a:.2g}", va="center", fontsize=7)
+                axes.text(b / a, at, " " + f"{b / a:#.2g}".rstrip("."), va="center", fontsize=7)
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.set_xlabel(f"{QUANTITIES[quantity]}: their time over ours")
         axes.margins(x=0.15)
