@@ -239,7 +239,7 @@ def main(
     data: Annotated[Path | None, typer.Option(help="The folder with training and ImageSets.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = typer.Option(None, help="80, and 12 for the stand-in."),
-    batch: int = typer.Option(None, help="Sweeps a batch: 4, and 2 for the stand-in."),
+    batch: int = typer.Option(None, help="Sweeps per batch: 4, and 2 for the stand-in."),
     workers: int = 0,
     output: Path = Path("runs"),
     seed: int = 0,

@@ -147,7 +147,7 @@ def main(
     data: Annotated[Path | None, typer.Option(help="The folder ModelNet40.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 25,
-    batch: int = typer.Option(None, help="Meshes a batch: 32, and 16 for the stand-in."),
+    batch: int = typer.Option(None, help="Meshes per batch: 32, and 16 for the stand-in."),
     width: int = typer.Option(None, help="Channels of the first stage: 64, and 16 for the stand-in."),
     points: int = typer.Option(None, help="Points on each mesh: 20,000, and 2,000 for the stand-in."),
     resolution: int = typer.Option(None, help="Voxels along an axis: 100, and 40 for the stand-in."),

@@ -205,7 +205,7 @@ def main(
     data: Annotated[Path | None, typer.Option(help="The folder 'dataset' of SemanticKITTI.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = typer.Option(None, help="50, and 20 for the stand-in."),
-    batch: int = typer.Option(None, help="Scans a batch: 2, and 1 for the stand-in."),
+    batch: int = typer.Option(None, help="Scans per batch: 2, and 1 for the stand-in."),
     width: int = typer.Option(None, help="Channels: 64, and 32 for the stand-in."),
     voxel_size: float = typer.Option(None, help="[m]: 0.02, and 0.25 for the stand-in."),
     workers: int = 0,

@@ -91,7 +91,7 @@ def main(
     data: Annotated[Path | None, typer.Option(help="The folder with scans and the lists of scenes.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 20,
-    batch: int = typer.Option(None, help="Scenes a batch: 4, and 2 for the stand-in."),
+    batch: int = typer.Option(None, help="Scenes per batch: 4, and 2 for the stand-in."),
     variant: str = typer.Option(None, help="Of MinkUNet: 34C, and 14 for the stand-in."),
     width: int = typer.Option(None, help="Channels of the finest level: 32, and 8 for the stand-in."),
     voxel_size: float = typer.Option(None, help="[m]: 0.02, and 0.12 for the stand-in."),

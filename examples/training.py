@@ -16,6 +16,9 @@ from pathlib import Path
 import torch
 import typer
 
+#: of the curves: blue and vermilion of Okabe and Ito's set, as in the library's own pictures
+COLORS = ("#0072B2", "#D55E00")
+
 
 @contextlib.contextmanager
 def data_folder(data: Path | None, stand_in: bool, write: Callable[[Path], None]) -> Iterator[Path]:
@@ -157,6 +160,8 @@ class Run:
         import matplotlib.pyplot as plt
 
         figure, (left, right) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
+        for axes in (left, right):
+            axes.set_prop_cycle(color=COLORS)
         left.plot(range(1, len(self.losses) + 1), self.losses, lw=1)
         left.set(xlabel="step", ylabel="training loss", title=self.name.replace("_", " "))
         right.plot(range(1, len(self.history) + 1), [epoch[score] for epoch in self.history], "o-", label="held out")

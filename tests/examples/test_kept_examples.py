@@ -23,7 +23,7 @@ def test_an_example_resumes_and_draws(name, package, tmp_path):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     paths = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(FOLDER / "anatomy" / f"{name}.py"), "--steps", "4", "--output", str(tmp_path)]
+    command = [sys.executable, str(FOLDER / "packaged" / f"{name}.py"), "--steps", "4", "--output", str(tmp_path)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False, capture_output=True)
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["resumed_equals"]
@@ -40,7 +40,7 @@ def test_kept_results_reach_their_targets(name):
 
 def test_the_brain_is_not_tested_on_the_mirror_image_of_what_it_learnt(monkeypatch):
     pytest.importorskip("nilearn")
-    monkeypatch.syspath_prepend(str(FOLDER / "anatomy"))
+    monkeypatch.syspath_prepend(str(FOLDER / "packaged"))
     import brain_tissues
 
     task = brain_tissues.task(8)
