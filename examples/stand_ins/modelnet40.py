@@ -46,7 +46,7 @@ def frustum(x: float, y: float, z: float, low: float, high: float, height: float
 
 
 def box(x: float, y: float, z: float, wide: float, deep: float, height: float) -> Mesh:
-    """Centerd at x, y, standing on z."""
+    """Centered at x, y, standing on z."""
     vertices, triangles = frustum(0, 0, 0, np.sqrt(0.5), np.sqrt(0.5), 1, sides=4)
     return vertices * [wide, deep, height] + [x, y, z], triangles
 
