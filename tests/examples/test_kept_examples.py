@@ -30,7 +30,7 @@ def test_an_example_resumes_and_draws(name, package, tmp_path):
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("name", ["brain_tissues", "cortex_folds", "frog_tissues"])
+@pytest.mark.parametrize("name", ["autzen_ground", "brain_tissues", "cortex_folds", "frog_tissues"])
 def test_kept_results_reach_their_targets(name):
     found = json.loads((FOLDER / "results" / f"{name}.json").read_text())
     assert found["held_out_miou"] >= found["target"]
