@@ -49,12 +49,6 @@ def plans_that_travel() -> None:
     pickle.loads(pickle.dumps(PlanSet.of(unet(), x.grid).to("cpu")))
 
 
-def captured_steps() -> None:
-    x, net = scene(), nn.capture(unet())
-    for _ in range(4):
-        net(x).features.sum().backward()
-
-
 def higher_gradients() -> None:
     x = scene()
     plan, w = sc.ConvolutionPlan(x.grid, 3), torch.randn(27, 4, 8, requires_grad=True)
@@ -70,7 +64,7 @@ def pools() -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [a_step, torchs_functions, a_stream, a_streamed_step, plans_that_travel, captured_steps, higher_gradients, pools],
+    [a_step, torchs_functions, a_stream, a_streamed_step, plans_that_travel, higher_gradients, pools],
 )
 def test_nothing_is_left(call):
     """Some functions that called themselves by name were held by it, with the scene, the maps or the weights."""

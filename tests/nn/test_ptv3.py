@@ -301,7 +301,7 @@ def test_grids_of_fixed_size(training, variant):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_capture_is_the_plain_call_without_a_card():
+def test_capture_is_the_plain_call_on_a_cpu():
     net = small()
     coords, features = voxels((150, 60))
     x = sc.SparseTensor(sc.VoxelGrid(coords, 2), features)
