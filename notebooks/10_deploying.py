@@ -89,7 +89,7 @@ with new_figure(5.5, 2.6) as figure:
     axes = figure.add_subplot()
     axes.plot(sizes, [1e3 * s for s in seconds], "o-", color=INK)
     axes.set_xlabel("voxels")
-    axes.set_ylabel("milliseconds per scene")
+    axes.set_ylabel("milliseconds a scene")
     axes.set_ylim(0, 1.1e3 * max(seconds))
 View(figure)
 

@@ -98,7 +98,7 @@ show(plan, unit="m")
 
 # %% [markdown]
 # ## As numbers
-# The same edges as a table (a row per tap, -1 for none), and as pairs ordered by tap.
+# The same edges as a table (a row a tap, -1 for none), and as pairs ordered by tap.
 
 # %%
 edges = sc.ConvolutionPlan(grid, 3).kernel_map

@@ -10,7 +10,7 @@
 
 # %% [markdown]
 # # Two processes, one scene
-# A scene is cut into shards, one per process. Each computes the voxels that it owns; what it needs of the other, the
+# A scene is cut into shards, one a process. Each computes the voxels that it owns; what it needs of the other, the
 # halo, travels while the rest is computed. The result is that of one process.
 
 # %%

@@ -99,5 +99,5 @@ def test_export_is_refused_in_words(strict):
         def forward(self, x):
             return plan.execute(x, self.weight)
 
-    with pytest.raises(Exception, match=r"torch\.export cannot hold a kernel map"):
+    with pytest.raises(Exception, match=r"torch\.export cannot store a kernel map"):
         torch.export.export(Net(), (torch.ones(plan.num_in, 4),), strict=strict)

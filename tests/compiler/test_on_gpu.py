@@ -174,3 +174,107 @@ def test_a_forward_pass_between_another_and_its_gradients() -> None:
         scale = max(float(g.abs().max()) for g in grads[1])
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5 * scale)
+
+
+class InShape(torch.nn.Module):
+    """Strided layers of spconv's names within a shape that each scene reads from its coordinates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = spconv.SubMConv3d(4, 8, 3, indice_key="a")
+        self.down = spconv.SparseConv3d(8, 8, 3, 2, 1, indice_key="b")
+        self.lower = spconv.SparseConv3d(8, 8, 3, 2, 1)
+
+    def forward(self, features: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
+        shape = (coords[:, 1:].amax(0) + 1).tolist()
+        x = self.down(self.first(spconv.SparseConvTensor(features, coords, shape, 2)))
+        return torch.cat([x.features, self.lower(x).features])
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_spatial_shapes_that_change_are_replayed(trains: bool) -> None:
+    module = InShape().cuda().train(trains)
+    other = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="sparseconv")
+
+    def within(call: Any, cells: int) -> Any:
+        """Scenes that end after so many cells, odd and even."""
+        return lambda features, coords: call(*(t[(coords[:, 1:] < cells).all(1)] for t in (features, coords)))
+
+    for number, cells in enumerate((14, 13, 12, 14, 11, 13, 12, 10)):
+        found = step(module, within(compiled, cells), number, 900, trains)
+        for a, b in zip(found, step(other, within(other, cells), number, 900, trains), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-3)
+    assert "7 of 8 calls replayed, 1 recordings" in nn.explain(module), nn.explain(module)
+
+
+def test_voxels_outside_of_the_shape_are_an_error_on_every_call() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = spconv.SparseConv3d(4, 8, 3, 2, 1)
+
+        def forward(self, features: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
+            return self.conv(spconv.SparseConvTensor(features, coords, [12, 14, 14], 2)).features
+
+    module = Net().cuda().eval()
+    compiled = torch.compile(module, backend="sparseconv")
+    with torch.no_grad():
+        for number in range(4):
+            features, coords = scene(number, 500)
+            fits = coords[:, 1] < 12
+            torch.testing.assert_close(compiled(features[fits], coords[fits]), module(features[fits], coords[fits]))
+            with pytest.raises(ValueError, match="within spatial_shape"):
+                compiled(features, coords)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_accelerated_model_is_replayed(trains: bool) -> None:
+    model = Scenes(nn.UNet(4, 3, channels=(8, 16))).cuda().train(trains)
+    other = copy.deepcopy(model)
+    assert sc.accelerate(model) is model
+    for number, voxels in enumerate(SIZES):
+        found = step(model, model, number, voxels, trains)
+        wanted = step(other, other, number, voxels, trains)
+        scale = max(1.0, *(float(t.abs().max()) for t in wanted))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5 * scale)
+    assert "calls replayed" in nn.explain(model)
+    assert list(model.state_dict()) == list(other.state_dict())
+    nn.release(model)
+    assert nn.explain(copy.deepcopy(model)) == "nothing is compiled: see sc.accelerate"
+    found, wanted = step(model, model, 9, 500, trains), step(other, other, 9, 500, trains)
+    torch.testing.assert_close(found[0], wanted[0])
+
+
+def test_what_an_accelerated_model_notices() -> None:
+    """Guards that `sc.accelerate` leaves out are not those on a model's own state."""
+    model = Scenes(nn.UNet(4, 3, channels=(8, 16))).cuda().eval()
+    other = copy.deepcopy(model)
+    sc.accelerate(model)
+
+    def momentum(m: Any) -> None:
+        for part in m.modules():
+            if isinstance(part, nn.BatchNorm):
+                part.eps = 0.5
+
+    def hook(m: Any) -> None:
+        m.net.register_forward_hook(lambda module, args, y: y.with_features(2 * y.features))
+
+    def replaced(m: Any) -> None:
+        m.net.head = nn.Linear(8, 5).cuda()
+        torch.nn.init.ones_(m.net.head.weight)
+        torch.nn.init.zeros_(m.net.head.bias)
+
+    def patched(m: Any) -> None:
+        forward = m.net.head.forward
+        m.net.head.forward = lambda x: forward(x).with_features(-forward(x).features)
+
+    changes = [None, None, momentum, hook, replaced, patched]
+    with torch.no_grad():
+        for number, change in enumerate(changes):
+            for m in (model, other) if change is not None else ():
+                change(m)
+            for voxels in (500, 480, 510):
+                features, coords = scene(number, voxels)
+                torch.testing.assert_close(model(features, coords), other(features, coords), rtol=2e-4, atol=2e-4)
