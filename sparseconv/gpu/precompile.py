@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,14 +20,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sparseconv.files import written_whole
+from sparseconv.files import check_archive, written_whole
 
 FORMAT, MANIFEST = 1, "manifest.json"
-#: bytes of one file and of all of them, at most
-MAX_FILE, MAX_TOTAL = 64 << 20, 4 << 30
-#: Triton's folder of a kernel, the files in it that are kept, and the prefix of a list of such files
-_FOLDER = re.compile(r"[A-Z2-7]{52}")
-_FILE = re.compile(r"[A-Za-z0-9_.+-]{1,200}\.(json|source|ttir|glir|ttgir|llir|ptx|cubin)")
+#: a file in Triton's folder of a kernel, and the prefix of a list of such files
+_FILE = re.compile(r"[A-Z2-7]{52}/[A-Za-z0-9_.+-]{1,200}\.(json|source|ttir|glir|ttgir|llir|ptx|cubin)")
 _GROUP = "__grp__"
 
 
@@ -87,14 +84,13 @@ def _compile(step: str, file: Path | None) -> str:
     from triton import knobs
 
     cache = Path(knobs.cache.dir)
-    if file is None:
-        run()
-        torch.cuda.synchronize()
-        return f"the kernels of {step} are compiled for {gpu}, in {cache}"
     with tempfile.TemporaryDirectory() as folder:
-        knobs.cache.dir = folder
+        if file is not None:
+            knobs.cache.dir = folder
         run()
         torch.cuda.synchronize()
+        if file is None:
+            return f"the kernels of {step} are compiled for {gpu}, in {cache}"
         count = pack(Path(folder), file, gpu)
     unpack(file, cache, gpu)
     return f"{count} kernels for {gpu} in {file}, and in {cache}"
@@ -122,18 +118,15 @@ def find_step(step: str) -> Callable[[], Any]:
 
 def pack(cache: Path, file: Path, gpu: Gpu) -> int:
     """Write what Triton's cache holds to a file; returns the number of kernels."""
-    found = [
-        path for path in sorted(cache.glob("*/*"))
-        if path.is_file() and _FOLDER.fullmatch(path.parent.name) and _FILE.fullmatch(path.name)
-    ]  # fmt: skip
-    count = sum(path.suffix == ".cubin" for path in found)
-    if not count:
+    found = {path.relative_to(cache).as_posix(): path for path in sorted(cache.glob("*/*")) if path.is_file()}
+    kept = {name: path for name, path in found.items() if _FILE.fullmatch(name)}
+    if not any(name.endswith(".cubin") for name in kept):
         raise ValueError(f"no compiled kernel lies in {cache}")
     with written_whole(file) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(MANIFEST, json.dumps({"format": FORMAT, **gpu._asdict(), **_versions()}, indent=1))
-        for path in found:
-            archive.writestr(f"{path.parent.name}/{path.name}", path.read_bytes())
-    return count
+        for name, path in kept.items():
+            archive.write(path, name)
+    return _kernels(kept)
 
 
 def unpack(file: Path, cache: Path, gpu: Gpu | None) -> int:
@@ -144,14 +137,37 @@ def unpack(file: Path, cache: Path, gpu: Gpu | None) -> int:
             nothing was written. ``gpu`` None: what the file is for is not compared with any GPU.
     """
     try:
+        with open(file, "rb") as content:
+            check_archive(content, file.stat().st_size)
         with zipfile.ZipFile(file) as archive:
-            _compare(archive, gpu, file)
-            entries = _checked(archive, file)
-            for entry in entries:
-                _write(archive.read(entry), cache / entry.filename)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is not a file of compiled kernels, or is damaged: {error}") from None
-    return sum(entry.filename.endswith(".cubin") for entry in entries)
+            manifest = json.loads(archive.read(MANIFEST))
+            theirs = Gpu(str(manifest["name"]), tuple(manifest["capability"]), manifest["processors"])
+            lists, names = {}, [name for name in archive.namelist() if name != MANIFEST]
+            for name in names:
+                if not _FILE.fullmatch(name):
+                    raise ValueError(f"it holds {name!r}, which is not a file of a compiled kernel")
+                if f"/{_GROUP}" in name:
+                    lists[name] = [Path(child).name for child in dict(json.loads(archive.read(name))["child_paths"])]
+            if not _kernels(names):
+                raise ValueError("it holds no compiled kernel")
+            for what, here in {"format": FORMAT, **_versions()}.items():
+                if manifest[what] != here:
+                    raise ValueError(f"it was made with {what} {manifest[what]}; here is {what} {here}")
+            if gpu is not None and theirs[1:] != gpu[1:]:
+                raise ValueError(f"it is for another GPU, {theirs}; this is {gpu}")
+            for name in sorted(names, key=lists.__contains__):  # lists of files come last, when the files are there
+                path = cache / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                children = {child: str(path.parent / child) for child in lists.get(name, ())}
+                with written_whole(path) as part:
+                    part.write_bytes(json.dumps({"child_paths": children}).encode() if children else archive.read(name))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{file} is not a file of compiled kernels for this machine: {error}") from None
+    return _kernels(names)
+
+
+def _kernels(names: Iterable[str]) -> int:
+    return sum(name.endswith(".cubin") for name in names)
 
 
 def _versions() -> dict[str, str]:
@@ -160,59 +176,3 @@ def _versions() -> dict[str, str]:
     import sparseconv
 
     return {"triton": triton.__version__, "sparseconv": sparseconv.__version__}
-
-
-def _compare(archive: zipfile.ZipFile, gpu: Gpu | None, file: Path) -> None:
-    """Raise where the manifest says that the kernels are for something else."""
-    if MANIFEST not in archive.namelist() or archive.getinfo(MANIFEST).file_size > 1 << 16:
-        raise zipfile.BadZipFile("it has no manifest")
-    found = _json(archive.read(MANIFEST))
-    if found.get("format") != FORMAT:
-        raise zipfile.BadZipFile(f"its format is not {FORMAT}")
-    for name, mine in _versions().items():
-        if found.get(name) != mine:
-            raise ValueError(f"{file} was made with {name} {found.get(name)}; here is {name} {mine}")
-    theirs = Gpu(str(found.get("name")), tuple(found.get("capability", (0, 0))), found.get("processors", 0))
-    if gpu is not None and theirs[1:] != gpu[1:]:
-        raise ValueError(f"{file} is for another GPU, {theirs}; this is {gpu}")
-
-
-def _checked(archive: zipfile.ZipFile, file: Path) -> list[zipfile.ZipInfo]:
-    """The entries, each a file in a kernel's folder; lists of files come last, when the files are there."""
-    entries = [entry for entry in archive.infolist() if entry.filename != MANIFEST]
-    for entry in entries:
-        folder, _, name = entry.filename.partition("/")
-        if not _FOLDER.fullmatch(folder) or not _FILE.fullmatch(name):
-            raise ValueError(f"{file} holds {entry.filename!r}, which is not a file of a compiled kernel")
-        if entry.file_size > MAX_FILE:
-            raise ValueError(f"{file} holds {entry.filename!r} of {entry.file_size:,} bytes, more than {MAX_FILE:,}")
-    if sum(entry.file_size for entry in entries) > MAX_TOTAL:
-        raise ValueError(f"{file} holds more than {MAX_TOTAL:,} bytes")
-    damaged = archive.testzip()
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"{damaged!r} does not match its checksum")
-    for entry in entries:
-        if f"/{_GROUP}" in entry.filename:
-            dict(_json(archive.read(entry))["child_paths"])
-    return sorted(entries, key=lambda entry: f"/{_GROUP}" in entry.filename)
-
-
-def _write(data: bytes, path: Path) -> None:
-    """Write a file whole or not at all; a list of files gets the paths that they have here."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.name.startswith(_GROUP):
-        names = [Path(child).name for child in _json(data)["child_paths"]]
-        data = json.dumps({"child_paths": {name: str(path.parent / name) for name in names}}).encode()
-    with written_whole(path) as part:
-        part.write_bytes(data)
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    """A JSON object; else BadZipFile."""
-    try:
-        found = json.loads(data)
-    except ValueError as error:
-        raise zipfile.BadZipFile(str(error)) from None
-    if not isinstance(found, dict):
-        raise zipfile.BadZipFile("no JSON object")
-    return found
