@@ -37,17 +37,13 @@ def reached(
         to_fine      stride * c + offset
         otherwise    (c - offset) / stride, where that is whole
 
-    They are folded into ``torus``, and those outside of ``within`` are left out. Where the window fills a box, the
-    coarse voxels that see a fine one fill a box, too: axis after axis, and no tap is tried. In other windows taps with
-    the same offsets along the first axes go together.
+    They are folded into ``torus``, and those outside of ``within`` are left out. Taps with the same offsets along the
+    first axes go together.
 
     >>> window = Window.of(1, (3,), (2,), (1,), None)  # offsets -1, 0, 1
     >>> reached(torch.tensor([[0, 4], [0, 7]]), window, to_fine=False).tolist()
-    [[0, 2], [0, 4], [0, 3]]
+    [[0, 4], [0, 2], [0, 3]]
     """
-
-    if not to_fine and window.fills_box:
-        return _by_boxes(coords, window, torus, within)
 
     def along(axis: int, columns: list[torch.Tensor], taps: list[Ints]) -> Iterator[list[torch.Tensor]]:
         """The columns of what is reached through these taps; those before ``axis`` are there already."""
@@ -69,33 +65,6 @@ def reached(
 
     columns = list(coords.T.to(torch.int64, memory_format=torch.contiguous_format))
     return torch.cat([torch.stack(found) for found in along(0, columns, sorted(window.offsets))], 1).T
-
-
-def _by_boxes(
-    coords: torch.Tensor, window: Window, torus: IndexRange | None, within: IndexRange | None
-) -> torch.Tensor:
-    """What `reached` gives of coarse voxels: along an axis, those from (c - last) / stride to (c - first) / stride."""
-    columns = list(coords.T.to(torch.int64, memory_format=torch.contiguous_format))
-    for axis, (first, last, stride) in enumerate(window.spans):
-        column, size = columns[axis + 1], last - first + 1
-        most = -(-size // stride)
-        highest = column - first if stride == 1 else torch.div(column - first, stride, rounding_mode="floor")
-        places = highest - torch.arange(most, device=coords.device)[:, None]
-        valid = None if size % stride == 0 else places * stride >= column - last
-        if torus is not None:
-            places = (places - torus.start[axis]) % torus.shape[axis] + torus.start[axis]
-        if within is not None:
-            inside = (places >= within.start[axis]) & (places < within.end[axis])
-            valid = inside if valid is None else inside & valid
-        if valid is None:
-            columns = [other if most == 1 else other.repeat(most) for other in columns]
-            columns[axis + 1] = places.flatten()
-        else:
-            kept = valid.flatten().nonzero().squeeze(1)
-            rows = kept if most == 1 else kept % max(1, len(column))
-            columns = [other.index_select(0, rows) for other in columns]
-            columns[axis + 1] = places.flatten().index_select(0, kept)
-    return torch.stack(columns, 1)
 
 
 def _moved(column: torch.Tensor, offset: int, stride: int, to_fine: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
