@@ -1,5 +1,4 @@
-"""Files: what one may ask for before it is believed, readers run apart under limits, files written whole, and files in
-folders where others may write.
+"""Files: what one may ask for before it is believed, files written whole, and files in folders where others may write.
 
 What a process runs, compiled kernels and generated text, lies in a `private_folder`. What is data alone may lie in a
 folder of several users: `open_plain` follows no link there."""
@@ -7,15 +6,12 @@ folder of several users: `open_plain` follows no link there."""
 from __future__ import annotations
 
 import os
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO, Literal
@@ -25,20 +21,6 @@ ALWAYS = 64 << 20
 TIMES = 200
 #: bytes that are read at once where only the checksum counts
 BLOCK = 1 << 20
-#: what a process of `run_apart` runs: a script, under the import path of the process that started it
-START = """import sys
-try:
-    import resource
-    most, hard = int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(hard, most), hard))
-except ImportError:  # a system without such limits
-    pass
-sys.path[:] = sys.argv[2].split("\\n")
-del sys.argv[:3]
-exec(compile(open(sys.argv[0], "rb").read(), sys.argv[0], "exec"))"""
-
-#: how many times longer than it may compute such a process may take: machines are busy
-BUSY = 10
 
 
 def most_bytes(size: int) -> int:
@@ -59,7 +41,7 @@ def check_archive(file: BinaryIO, size: int) -> None:
                     with archive.open(member) as content:
                         while content.read(BLOCK):
                             pass
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"its archive is damaged: {str(error) or type(error).__name__}") from error
 
 
@@ -76,34 +58,6 @@ def check_members(archive: zipfile.ZipFile, size: int) -> None:
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ValueError(f"two of its members are called {twice[0]!r}")
-
-
-def run_apart(script: Path, arguments: Sequence[str], seconds: float) -> None:
-    """Run a script in a process of its own, which sees this one's import path.
-
-    It is ended after ``seconds`` of computing; it may wait longer for its turn on a busy machine, but not for ever.
-    The script bounds its own memory, with ``resource``, before it reads. Raises ValueError with what it wrote to stderr
-    last, or with how it ended: a reader that crashes or runs out of memory takes nobody along.
-    """
-    few = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAYON_NUM_THREADS": "2"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", START, str(ceil(seconds)), "\n".join(sys.path), str(script), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **few},
-            timeout=BUSY * seconds,
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"its reader had not finished after {BUSY * seconds:.0f} s") from None
-    if done.returncode:
-        if hasattr(signal, "SIGXCPU") and done.returncode == -signal.SIGXCPU:
-            raise ValueError(f"its reader had not finished after {ceil(seconds)} s of computing")
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        if done.returncode < 0 or not said:
-            raise ValueError(f"its reader crashed or ran out of memory (exit status {done.returncode})")
-        raise ValueError(said[-1][:300])
 
 
 def check_place(path: str | Path) -> Path:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,12 +17,26 @@ import torch
 
 from sparseconv.demo import arrays
 from sparseconv.demo.foreign import PACKAGES
-from sparseconv.files import most_bytes, run_apart
+from sparseconv.files import most_bytes
 
 #: seconds that such a reader may take, and bytes of a file that it may read in one more
 PATIENCE, PACE = 30.0, 1 << 20
 #: memory of such a reader that does not grow with its file
 FIXED = 256 << 20
+#: what a process of `_run_apart` runs: a script, under the import path of the process that started it
+START = """import sys
+try:
+    import resource
+    most, hard = int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(hard, most), hard))
+except ImportError:  # a system without such limits
+    pass
+sys.path[:] = sys.argv[2].split("\\n")
+del sys.argv[:3]
+exec(compile(open(sys.argv[0], "rb").read(), sys.argv[0], "exec"))"""
+
+#: how many times longer than it may compute such a process may take: machines are busy
+BUSY = 10
 
 
 def read_cloud(path: str | Path, *, drop_nonfinite: bool = False, columns: int | None = None) -> torch.Tensor:
@@ -114,8 +133,36 @@ def _foreign(path: Path) -> np.ndarray:
     with TemporaryDirectory(prefix="sparseconv_cloud_") as folder:
         out = Path(folder) / "points.npy"
         memory = 2 * most_bytes(size) + FIXED
-        run_apart(script, [ending, str(path), str(out), str(memory)], PATIENCE + size / PACE)
+        _run_apart(script, [ending, str(path), str(out), str(memory)], PATIENCE + size / PACE)
         return np.load(out)
+
+
+def _run_apart(script: Path, arguments: Sequence[str], seconds: float) -> None:
+    """Run a script in a process of its own, which sees this one's import path.
+
+    It is ended after ``seconds`` of computing; it may wait longer for its turn on a busy machine, but not for ever.
+    The script bounds its own memory, with ``resource``, before it reads. Raises ValueError with what it wrote to stderr
+    last, or with how it ended: a reader that crashes or runs out of memory takes nobody along.
+    """
+    few = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAYON_NUM_THREADS": "2"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", START, str(ceil(seconds)), "\n".join(sys.path), str(script), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **few},
+            timeout=BUSY * seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"its reader had not finished after {BUSY * seconds:.0f} s") from None
+    if done.returncode:
+        if hasattr(signal, "SIGXCPU") and done.returncode == -signal.SIGXCPU:
+            raise ValueError(f"its reader had not finished after {ceil(seconds)} s of computing")
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        if done.returncode < 0 or not said:
+            raise ValueError(f"its reader crashed or ran out of memory (exit status {done.returncode})")
+        raise ValueError(said[-1][:300])
 
 
 READERS: dict[str, Callable[[Path], np.ndarray]] = {

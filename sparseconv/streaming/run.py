@@ -11,10 +11,10 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.gpu.digests import digest
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves, piece_of
 from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.device.pipeline import Direct, Overlapped, pipeline_of
+from sparseconv.streaming.digests import digest
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.planning import (
     around,

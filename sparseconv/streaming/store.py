@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sparseconv.files import check_archive, open_plain, written_whole
-from sparseconv.gpu.digests import digest
+from sparseconv.streaming.digests import digest
 from sparseconv.streaming.ranks import ALONE, Ranks
 
 #: locks of files; Windows has others

@@ -16,9 +16,9 @@ import torch
 
 from sparseconv.checks import as_device, check_count, check_kind, described
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.gpu.digests import digest
 from sparseconv.streaming.backward import Streamed, parameters_of
 from sparseconv.streaming.blocks import piece_of
+from sparseconv.streaming.digests import digest
 from sparseconv.streaming.phases import GRID, Program
 from sparseconv.streaming.planning import PIECE
 from sparseconv.streaming.ranks import Ranks

@@ -329,14 +329,14 @@ def test_a_reader_may_wait_for_its_turn(tmp_path, monkeypatch):
     (tmp_path / "foreign.py").write_text(reader)
     monkeypatch.setattr(clouds, "__file__", str(tmp_path / "clouds.py"))
     monkeypatch.setattr(clouds, "PATIENCE", 2.0)
-    monkeypatch.setattr("sparseconv.files.BUSY", 100)
+    monkeypatch.setattr(clouds, "BUSY", 100)
     assert read_cloud(tmp_path / "a.ply").tolist() == [[1.0] * 3] * 2
 
 
 def test_a_reader_that_dies_or_never_ends_is_an_error_here(tmp_path, monkeypatch):
     pytest.importorskip("plyfile")
     write(tmp_path / "a.ply", POINTS)
-    monkeypatch.setattr("sparseconv.files.BUSY", 100)
+    monkeypatch.setattr(clouds, "BUSY", 100)
     for line, patience, sentence in (
         ("import os; os.abort()", clouds.PATIENCE, "crashed or ran out of memory"),
         ("while True: pass", 0.5, "not finished after 1 s of computing"),

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 
-from sparseconv.gpu import digests
+from sparseconv.streaming import digests
 
 
 def _by_hand(data: bytes) -> list[int]:
