@@ -65,7 +65,7 @@ SCHEDULES = (
 )
 #: programs that share the pairs of a weight gradient at most
 JOBS = (400, 40)
-TILES = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots", "turned_taps")
+TILES = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots")
 LISTS = ("begin", "end", "order", "tap_jobs")
 Arrays = dict[str, Any]
 

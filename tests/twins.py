@@ -209,18 +209,6 @@ def build_schedule(
     return Schedule(block_m, table, out_rows, *lists, slots=slots)
 
 
-def retile(schedule: Schedule, block_m: int) -> Schedule:
-    """The same rows in the same order in tiles of another size; the table is shared, only the lists are new."""
-    if block_m == schedule.block_m:
-        return schedule
-    if schedule.slots is not None:
-        raise ValueError("a schedule of several groups of taps cannot be cut anew: build it for its tile size")
-    table = schedule.neighbors
-    row_taps = torch.arange(table.shape[0] - 1, dtype=torch.int32, device=table.device)[None]
-    counts, tile_rows, tile_taps, order = tile_lists(table, block_m, row_taps)
-    return Schedule(block_m, table, schedule.out_rows, counts, tile_rows, tile_taps, order)
-
-
 def cut_jobs(tap_counts: Sequence[int], count: int, quantum: int, halved: bool = False) -> Jobs:
     """Cut pairs ordered by tap into ``count`` jobs, the longest of them as short as that allows.
 

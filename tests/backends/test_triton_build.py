@@ -45,11 +45,6 @@ def test_a_cube(block_m: int, groups: tuple[tuple[int, ...], ...] | None) -> Non
     got = tile_building.build_schedule(search, block_m, groups=groups)
     same(got, want)
     same(tile_building.build_schedule(search, block_m, groups=groups), want)
-    if groups is None:  # where taps are all in one group, those of the reversed edges come with them
-        listed = torch.arange(got.tile_taps.shape[1], device=DEVICE) < got.tile_counts[:, None]
-        assert torch.equal(got.turned_taps[listed], 26 - got.tile_taps[listed])
-        assert bool(((got.turned_taps >= 0) & (got.turned_taps < 27)).all())
-        assert twin.retile(got, 32).turned_taps is None
 
 
 @pytest.mark.parametrize("case", [STRIDED, EMPTY], ids=lambda case: case.name)

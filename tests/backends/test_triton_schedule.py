@@ -16,7 +16,7 @@ from sparseconv.geometry.gpu.lists import (
     plane_groups,
     tap_significance,
 )
-from tests.twins import build_schedule, cut_jobs, gray_rank, retile
+from tests.twins import build_schedule, cut_jobs, gray_rank
 
 
 def table(num_taps: int, rows: int, density: float, seed: int) -> torch.Tensor:
@@ -88,15 +88,6 @@ def test_a_tile_runs_over_its_live_taps_only():
     schedule = build_schedule(neighbors, 27, 128)
     assert schedule.tile_counts.tolist() == [1, 1, 1, 1]
     assert build_schedule(neighbors, 27, 128, chunk_rows=1).tile_counts.tolist() == [2, 2, 2, 2]
-
-
-def test_retile_keeps_the_rows():
-    neighbors = table(27, 300, 0.3, 0)
-    one = build_schedule(neighbors, 27, 128)
-    other = retile(one, 64)
-    assert other.neighbors is one.neighbors
-    assert edges_of(other) == edges_of(one)
-    assert retile(one, 128) is one
 
 
 @pytest.mark.parametrize("num_taps", [3, 27, 70])

@@ -16,16 +16,15 @@ pytest.importorskip("triton")
 
 from sparseconv.geometry.gpu import schedule as sortless
 from sparseconv.geometry.gpu.edge_lists import FoundEdges
-from sparseconv.geometry.gpu.lists import Schedule, most_jobs
+from sparseconv.geometry.gpu.lists import most_jobs
 from sparseconv.geometry.gpu.search import search_window
 from sparseconv.geometry.gpu.table import build_table
 from sparseconv.geometry.gpu.taps import encode_window
 from sparseconv.geometry.gpu.wgrad_splits import cut_jobs_on_device
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu import launcher
-from tests import twins as twin
-from tests.backends.test_triton_build import FIELDS, same
-from tests.backends.test_triton_schedule import edges_of, edges_of_table, table
+from tests.backends.test_triton_build import FIELDS
+from tests.backends.test_triton_schedule import edges_of, edges_of_table
 from tests.geometry.triton_cases import Case, box
 from tests.twins import cut_jobs
 
@@ -111,13 +110,3 @@ def test_runs_over_the_same_rows_are_launched_together() -> None:
     assert schedule.tile_order.tolist() == [0, 3, 1, 2, 4]
     assert schedule.tile_taps[:, 0].tolist() == [0, 0, 0, 1, 0]
     assert schedule.tile_counts.tolist() == [1, 1, 1, 1, 0]
-
-
-@pytest.mark.parametrize("block_m", [16, 64, 256])
-@pytest.mark.parametrize("num_taps", [1, 8, 27, 125])
-def test_new_tiles_of_the_same_rows(num_taps: int, block_m: int) -> None:
-    schedule = twin.build_schedule(table(num_taps, 700, 0.1, 0).to(DEVICE), num_taps, 128)
-    taps = torch.arange(num_taps, dtype=torch.int32, device=DEVICE)[None]
-    counts, tile_rows, tile_taps, order = twin.tile_lists(schedule.neighbors, block_m, taps)
-    want = Schedule(block_m, schedule.neighbors, schedule.out_rows, counts, tile_rows, tile_taps, order, schedule.slots)
-    same(sortless.retile(schedule, block_m), want)

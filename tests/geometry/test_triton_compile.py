@@ -43,7 +43,7 @@ jobs = [
     (search.BLOCK_NEIGHBORS, (4, shifts, 27, 32, 8)),
     (row_order.COUNT_CELLS, (4, shifts, 15, 4, 256)), (row_order.NUMBER_CELLS, (15, 32)),
     (row_order.RUN_KEYS, (512,)),
-    (search.PLANES, (*folded, 128)), (search.COUNT, (128, 128)),
+    (search.PLANES, (*folded, 128)),
     (search.PLANE_KEYS, (False, 128)), (search.PLANE_KEYS_WIDE, (True, 128)),
     (table.TABLE, (4, 4, shifts, False, True, False, 128, 128, 10)),
     (table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),
@@ -53,13 +53,13 @@ jobs = [
     (search.SEARCH, (*by_key[:5], 8, 128, 0, 0)),
     *((reached.MARK, (3, is_box, reached.ROWS, 512, 1024, 10)) for is_box in (True, False)),
     (reached.EMIT, (3, 32)), (reached.EMIT_FIXED, (3, 32)),
-    (search.SCAN, (8192,)), (fixed_grid_io._PUT, (2048,)), (edge_lists.REVERSE, (1024,)),
+    (fixed_grid_io._PUT, (2048,)), (edge_lists.REVERSE, (1024,)),
     (edge_lists.OVERFLOW, (32,)),
     (edge_lists.PAIRS, (*around, True, 512, 128)), (edge_lists.PAIRS, (*by_key, False, 128, 128)),
     (edge_lists_3x3x3.CUBE_PAIRS, (512, False)),
     (schedule.CUBE_TILES, (128, 32, False)),
     (schedule.TILES, (*around, 128, 32, False, True, True, False)),
-    (schedule.TILES_64, (*by_key, 64, 256, True, False, False, False)),
+    (schedule.TILES, (*by_key, 64, 256, True, False, False, False)),
     (schedule.RANKS, (32, 64, 1024)), (schedule.RANKS, (32, 64, 4096)),
 ]
 if MORE:  # second forms
@@ -71,7 +71,6 @@ jobs += [
     (wgrad_splits._JOBS, (32, 128, False)), (wgrad_splits._JOBS, (32, 16, True)),
     (schedule.ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
     (schedule.ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
-    (schedule._LISTS, (64, 16, 32)),
 ]
 jobs = jobs[SHARE::SHARES]
 target = target_of(ARCH)

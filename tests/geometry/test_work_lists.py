@@ -28,7 +28,7 @@ from tests.launches import counted
 from tests.twins import cut_jobs
 
 DEVICE = torch.device("cpu") if launcher.INTERPRETED else torch.device("cuda", 0)
-LISTS = "neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "turned_taps"
+LISTS = "neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order"
 pytestmark = pytest.mark.skipif(
     not launcher.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )

@@ -50,7 +50,7 @@ def most_jobs(num_taps: int, num_pairs: int, max_jobs: int, quantum: int) -> int
     return max(num_taps, min(max_jobs, num_taps + num_pairs // quantum))
 
 
-#: slots are padded to a multiple of this, so that schedules of every block size share one table
+#: slots are padded to a multiple of this: to whole tiles of any size
 SLOT_ALIGNMENT = 256
 #: list columns beyond the last live tap that a kernel may read ahead
 LOOKAHEAD = 4
@@ -77,7 +77,6 @@ class Schedule:
     tile_taps: torch.Tensor  # (T, S) int32: the weight tap of each of them; 0 beyond tile_counts
     tile_order: torch.Tensor  # (T,) int32: the order of launch, most taps first
     slots: torch.Tensor | None = None  # (G, N_out) int32: a row's slot in each group of taps, -1 none; None: one group
-    turned_taps: torch.Tensor | None = None  # (T, S) int32: tile_taps of the reversed edges, where written too
 
     @property
     def num_tiles(self) -> int:
@@ -138,6 +137,5 @@ class WorkLists:
     """The schedules and jobs of one map, by what was asked for."""
 
     schedules: dict[ScheduleForm, Schedule] = field(default_factory=dict)
-    bases: dict[bool, Schedule] = field(default_factory=dict)  # the first of each row order: in runs, or as a whole
     jobs: dict[int, Jobs] = field(default_factory=dict)
     mirror: torch.Tensor | None = None  # (K,) int32, read by a graph's launches

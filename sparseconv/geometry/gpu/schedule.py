@@ -16,7 +16,6 @@ padded to a multiple of 256.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -109,7 +108,7 @@ def tiles_kernel(
                     tl.store(tile_taps_ptr + lists + count, tap + step, mask=halves > 0)
                     count += (halves > 0).to(tl.int32)
     if MASKED:
-        count, _ = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
+        count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
     tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
     tl.store(counts_ptr + tile, count)
@@ -155,8 +154,7 @@ def look_and_take(
 
 @triton.jit
 def list_live(alive, line_of_ptr, rows_ptr, taps_ptr):
-    """Write the live taps of a tile and their table rows, from the masks of its rows; returns their number, and for
-    each of 32 taps whether it lives."""
+    """Write the live taps of a tile and their table rows, from the masks of its rows; returns their number."""
     BLOCK_M: tl.constexpr = alive.shape[0]
     taps = tl.arange(0, 32)
     first = tl.arange(0, BLOCK_M) < BLOCK_M // 2
@@ -169,7 +167,7 @@ def list_live(alive, line_of_ptr, rows_ptr, taps_ptr):
     at = tl.cumsum(here, 0) - here
     tl.store(rows_ptr + at, line | halves << HALVES, mask=here > 0)
     tl.store(taps_ptr + at, taps, mask=here > 0)
-    return tl.sum(here, 0), here
+    return tl.sum(here, 0)
 
 
 @triton.jit
@@ -184,7 +182,7 @@ def end_lists(count, rows_ptr, taps_ptr, num_lines, room, ROOM: tl.constexpr):
 def cube_tiles_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
-    launch_order_ptr, n, num_runs, num_taps, capacity, num_slots, tiles, num_lines, room,
+    launch_order_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
     BLOCK_M: tl.constexpr, ROOM: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
@@ -214,13 +212,8 @@ def cube_tiles_kernel(
         out_ptr, slot, num_slots, found18, found19, found20, found21, found22, found23, found24, found25, found26, 18
     )  # fmt: skip
     lists = tile.to(tl.int64) * room
-    count, here = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
+    count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
-    turned_ptr = tile_taps_ptr + (tiles.to(tl.int64) * room + 3) // 4 * 4 + lists  # at 16 bytes
-    taps = tl.arange(0, 32)
-    tl.store(turned_ptr + (tl.cumsum(here, 0) - here), 26 - taps, mask=here > 0)
-    rest = tl.arange(0, ROOM)
-    tl.store(turned_ptr + rest, 26, mask=(rest >= count) & (rest < room))
     tl.store(out_ptr + num_slots.to(tl.int64) * num_lines + slot, -1)
     tl.store(counts_ptr + tile, count)
     tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
@@ -277,7 +270,6 @@ def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.c
 
 
 TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 10, *(int,) * 8))
-TILES_64 = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 9, *(int,) * 8))
 CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 10, *(int,) * 8))
 RANKS = Launcher(rank_kernel, (_I32, _I32, int))
 
@@ -369,14 +361,12 @@ def make_tiles(
     slots, room = len(parts) * padded, lines + LOOKAHEAD
     tiles = slots // block_m
     split, cube = len(parts) > 1, plain and search.is_cube
-    length = tiles * room  # of the lists of all tiles; those of the reversed edges follow, at a multiple of 16 bytes
-    turned = (length + 3) & -4 if cube else 0
-    lengths = (lines + 1) * slots, slots, tiles, length, turned + length, tiles
+    lengths = (lines + 1) * slots, slots, tiles, tiles * room, tiles * room, tiles
     arena = Arena(device, _DTYPES, (*lengths, len(parts) * n) if split else lengths)
     if tiles:
         line_of, weight_taps = encode_parts(parts, device)
         search.kept.extend((line_of, weight_taps))
-        wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
+        order = order.int() if isinstance(order, torch.Tensor) else order
         table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena
         arrays = (
             *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
@@ -388,26 +378,16 @@ def make_tiles(
             CUBE_TILES(device, (tiles,), (*arrays, *numbers), (block_m, power_of_2(room), in_order))
         else:
             constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain, in_order)
-            (TILES_64 if wide else TILES)(device, (tiles,), (*arrays, *numbers), constants)
+            TILES(device, (tiles,), (*arrays, *numbers), constants)
         if not in_order:
-            _rank(counts, launch_order, tiles, lines, device)
+            # bins for the numbers of live taps and for no tile; blocks of all tiles, if they are not too many
+            sizes = power_of_2(lines + 2), 64, min(4096, max(1024, power_of_2(tiles)))
+            RANKS(device, (ceil_div(tiles, sizes[1]),), (counts, launch_order, tiles), sizes)
     neighbors, out, tile_count, listed, taps_of, ranked, *slot_of = map(arena.tensor, range(len(arena)))
     return Schedule(
-        block_m, neighbors.view(lines + 1, slots), out, tile_count, listed.view(tiles, room),
-        taps_of[:length].view(tiles, room), ranked, slot_of[0].view(len(parts), n) if split else None,
-        taps_of[turned:].view(tiles, room) if cube else None,
+        block_m, neighbors.view(lines + 1, slots), out, tile_count, listed.view(tiles, room), taps_of.view(tiles, room),
+        ranked, slot_of[0].view(len(parts), n) if split else None,
     )  # fmt: skip
-
-
-def rank_tiles(counts: torch.Tensor, order: torch.Tensor, lines: int) -> None:
-    """Write the order of launch (T,) int32 of tiles with ``counts`` (T,) int32 live taps each, ``lines`` at most."""
-    _rank(pointer(counts), pointer(order), counts.shape[0], lines, counts.device)
-
-
-def _rank(counts: Pointer, order: Pointer, tiles: int, lines: int, device: torch.device) -> None:
-    bins, mine = power_of_2(lines + 2), 64  # numbers of live taps that a tile may have, and one for no tile
-    block = min(4096, max(1024, power_of_2(tiles)))  # all tiles at once, if they are not too many
-    RANKS(device, (ceil_div(tiles, mine),), (counts, order, tiles), (bins, mine, block))
 
 
 @lru_cache(maxsize=512)
@@ -465,21 +445,6 @@ def one_tap_schedule(kernel_map: KernelMap, block_m: int) -> Schedule:
     constants = (power_of_2(lists_of), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), device_count is not None)
     ONE_TAP(device, (runs,), args, constants)
     return schedule
-
-
-def retile(schedule: Schedule, block_m: int) -> Schedule:
-    """The same rows in the same order in tiles of another size, of one group of taps; only the lists are new."""
-    if schedule.slots is not None:
-        raise ValueError("a schedule of several groups of taps cannot be cut anew: build it for its tile size")
-    lines, slots = schedule.neighbors.shape[0] - 1, schedule.neighbors.shape[1]
-    device, room, tiles = schedule.neighbors.device, lines + LOOKAHEAD, slots // block_m
-    new = _allocate(block_m, 0, 0, tiles, room, device)
-    lists = (new.tile_counts, new.tile_rows, new.tile_taps, new.tile_order)
-    if tiles:
-        args = (*map(pointer, (schedule.neighbors, *lists[:3])), slots, lines, room)
-        _LISTS(device, (tiles,), args, (block_m, 16, power_of_2(room)))
-        rank_tiles(new.tile_counts, new.tile_order, lines)
-    return replace(new, neighbors=schedule.neighbors, out_rows=schedule.out_rows)
 
 
 def _allocate(block_m: int, height: int, slots: int, tiles: int, room: int, device: torch.device) -> Schedule:
@@ -565,35 +530,4 @@ def one_tap_kernel(
     tl.store(order_ptr + rank * EACH + each, tile)
 
 
-@triton.jit
-def lists_kernel(
-    table_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr, num_slots, num_lines, room,
-    BLOCK_M: tl.constexpr, LINES: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """One program lists the live taps of one tile, LINES rows of the table at once; a row's number is its tap's."""
-    tile = tl.program_id(0)
-    slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    half = (tl.arange(0, BLOCK_M) >= BLOCK_M // 2).to(tl.int32)
-    lists = tile.to(tl.int64) * room
-    count = tl.zeros((), tl.int32)
-    for start in range(0, num_lines, LINES):
-        line = start + tl.arange(0, LINES)
-        found = tl.load(
-            table_ptr + line.to(tl.int64)[:, None] * num_slots + slot[None, :],
-            mask=(line < num_lines)[:, None], other=-1,
-        )  # fmt: skip
-        halves = tl.reduce((found >= 0).to(tl.int32) << half[None, :], 1, either)
-        live = (halves > 0).to(tl.int32)
-        at = lists + count + tl.cumsum(live, 0) - live
-        tl.store(tile_rows_ptr + at, line | halves << HALVES, mask=live > 0)
-        tl.store(tile_taps_ptr + at, line, mask=live > 0)
-        count += tl.sum(live, 0)
-    column = tl.arange(0, ROOM)
-    dead = (column >= count) & (column < room)
-    tl.store(tile_rows_ptr + lists + column, num_lines, mask=dead)
-    tl.store(tile_taps_ptr + lists + column, 0, mask=dead)
-    tl.store(counts_ptr + tile, count)
-
-
 ONE_TAP = Launcher(one_tap_kernel, (_I64, *(_I32,) * 9, int, int, int), num_warps=4)
-_LISTS = Launcher(lists_kernel, (*(_I32,) * 4, int, int, int), num_warps=2)

@@ -77,27 +77,13 @@ class PendingCounts:
         return self._values
 
 
-#: chunks that four warps sum at once
-SCAN_BLOCK = 2048
-
-
-@triton.jit
-def scan_kernel(
-    counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, BLOCK: tl.constexpr
-):
-    """One program a tap: the edges of all taps before it, and of all chunks before each of its own."""
-    scan_tap(
-        tl.program_id(0), counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps,
-        num_chunks, BLOCK,
-    )  # fmt: skip
-
-
 @triton.jit
 def scan_tap(
     tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`scan_kernel` for one tap; the report gets the table's status behind the offsets."""
+    """The edges of all taps before one, and of all chunks before each of its own; the report gets the table's status
+    behind the offsets."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, tap, BLOCK):
@@ -117,9 +103,6 @@ def scan_tap(
         tl.store(report_ptr + num_taps, first + total)
         tl.store(report_ptr + num_taps + 1, tl.load(status_ptr))
         tl.store(report_ptr + num_taps + 2, tl.load(status_ptr + 1))
-
-
-SCAN = Launcher(scan_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, int, int), num_warps=16)
 
 
 #: the arrays of a search's scratch: edges by tap, and by tap and chunk, both from 0 on; edges of tap k before chunk c,
@@ -415,20 +398,6 @@ def planes_kernel(
 
 
 @triton.jit
-def count_kernel(planes_ptr, counts_ptr, totals_ptr, n, num_chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[tap, chunk] = entries that are not negative; totals[tap] likewise."""
-    chunk = tl.program_id(0)
-    tap = tl.program_id(1)
-    live = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, CHUNK, BLOCK):
-        row = chunk * CHUNK + start + tl.arange(0, BLOCK)
-        found = tl.load(planes_ptr + tap.to(tl.int64) * n + row, mask=row < n, other=-1)
-        live += (found >= 0).to(tl.int32)
-    tl.store(counts_ptr + tap * num_chunks + chunk, tl.sum(live, 0))
-    tl.atomic_add(totals_ptr + tap, tl.sum(live, 0).to(tl.int64), sem="relaxed")
-
-
-@triton.jit
 def plane_keys_kernel(
     planes_ptr, bits_ptr, keys_ptr, n, num_taps, key_chunk, room, lost, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -455,7 +424,6 @@ def plane_keys_kernel(
 
 
 PLANES = Launcher(planes_kernel, (*SEARCH_TYPES, _I32, int, int), num_warps=1)
-COUNT = Launcher(count_kernel, (_I32, _I32, _I64, int, int))
 PLANE_KEYS = Launcher(plane_keys_kernel, (_I32, _I32, _I32, *(int,) * 5))
 PLANE_KEYS_WIDE = Launcher(plane_keys_kernel, (_I32, _I32, _I64, *(int,) * 5))
 
@@ -501,16 +469,23 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     else:
         if is_local:
             launch_block_neighbors(table, scratch[NEIGHBORS], blocks)
-        if n and taps:
-            neighbors = neighbor_table(search)
-            search = replace(search, neighbors=neighbors)
-            args = (pointer(neighbors), scratch[COUNTS], scratch[TOTALS], n, chunks)
-            COUNT(device, (chunks, taps), args, (search.chunk_rows, 128))
-        sums = scratch[COUNTS], scratch[TOTALS], scratch[STARTS], pointer(pending.offsets), pending.report.pointer
-        SCAN(device, (max(taps, 1),), (*sums, table.arena[STATUS], taps, chunks), (4 * SCAN_BLOCK,))
+        search = replace(search, neighbors=neighbor_table(search))
+        count_table(search)
     if table.device_count is None:
         pending.report.send()
     return search if side is None else replace(search, moment=side.moment())
+
+
+def count_table(search: WindowSearch) -> None:
+    """What `search_kernel` counts, of edges that are a table already."""
+    table, scratch, pending = search.found
+    live = torch.nn.functional.pad(neighbor_table(search) >= 0, (0, search.chunks * search.chunk_rows - search.rows))
+    counts = live.view(*search.counts.shape, search.chunk_rows).sum(2, dtype=torch.int32)
+    search.counts.copy_(counts)
+    scratch.tensor(STARTS).view_as(counts).copy_(counts.cumsum(1) - counts)
+    pending.offsets[:1] = 0
+    torch.cumsum(counts.sum(1), 0, out=pending.offsets[1:])
+    torch.cat((pending.offsets, table.arena.tensor(STATUS)), out=pending.report.values)
 
 
 def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = None) -> WindowSearch:

@@ -69,25 +69,13 @@ def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
         return build.one_tap_schedule(kernel_map, form.block_m)
     if form.split > 1:
         return build.schedule_on_gpu(kernel_map, form.block_m, plane_groups(kernel_map.num_taps, form.split))
-    bases, chunk_rows = kernel_map.work_lists.bases, CHUNK_ROWS if form.chunked else None
-    base = bases.get(form.chunked)
-    if base is None:
-        base = build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
-        base = bases.setdefault(form.chunked, base)
-    schedule = base if form.block_m == base.block_m else build.retile(base, form.block_m)
-    if form.chunked and schedule is not base:  # launched in the order of their rows, too
-        order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
-        schedule = replace(schedule, tile_order=order)
-    return schedule
+    return build.schedule_on_gpu(kernel_map, form.block_m, None, CHUNK_ROWS if form.chunked else None)
 
 
 def _turned(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
     """The schedule of the reversed edges of a map with a mirror symmetry: the same with other weight taps."""
     straight = schedule_of(kernel_map, form.block_m, False, form.split, form.chunked)
-    taps = straight.turned_taps
-    if taps is None:
-        taps = _mirrored(straight.tile_taps, kernel_map)
-    return replace(straight, tile_taps=taps, turned_taps=straight.tile_taps)
+    return replace(straight, tile_taps=_mirrored(straight.tile_taps, kernel_map))
 
 
 def _mirrored(tile_taps: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
