@@ -149,7 +149,7 @@ def stages(plan_map: KernelMap, fine: VoxelGrid, coarse: VoxelGrid, tiled: bool)
     """(stage, its arrays) of a map between two grids, in the order in which a training step asks for them."""
     edges, padded = plan_map, plan_map.padded
     if tiled:
-        yield "tiles 128", _tiles(_schedule(edges, SCHEDULES[0]))
+        yield "tiles 128", _tiles(edges, SCHEDULES[0])
         yield f"jobs {JOBS[1]}", _lists(_jobs(edges, JOBS[1]))
     ins, outs, offsets = edges.half_pairs if edges.is_halved else (edges.in_rows, edges.out_rows, edges.tap_offsets)
     half = (edges.num_taps + 1) // 2 if edges.is_halved else edges.num_taps
@@ -167,7 +167,7 @@ def stages(plan_map: KernelMap, fine: VoxelGrid, coarse: VoxelGrid, tiled: bool)
     yield "grids", {"fine": fine.coords, "coarse": coarse.coords}
     if tiled:
         for form in SCHEDULES[1:]:
-            yield "tiles {} transposed {} split {} runs {} in order False".format(*form), _tiles(_schedule(edges, form))
+            yield "tiles {} transposed {} split {} runs {} in order False".format(*form), _tiles(edges, form)
         yield f"jobs {JOBS[0]}", _lists(_jobs(edges, JOBS[0]))
 
 
@@ -182,8 +182,15 @@ def table(grid: VoxelGrid) -> Iterator[tuple[str, Arrays]]:
     yield "extent", {"start": grid.extent.start, "end": grid.extent.end, "batch": grid.batch_size}
 
 
-def _tiles(schedule: Any) -> Arrays:
-    return {"rows of a tile": schedule.block_m} | {name: getattr(schedule, name) for name in TILES}
+def _tiles(edges: KernelMap, form: tuple[int, bool, int, bool]) -> Arrays:
+    schedule, (block_m, transposed, split, in_runs) = _schedule(edges, form), form
+    turned = None  # taps of the other direction, which earlier versions kept with some of the schedules
+    if transposed and edges.mirror is not None:
+        turned = _schedule(edges, (block_m, False, split, in_runs)).tile_taps
+    elif (block_m, transposed, split) == (128, False, 1) and edges.is_halved:
+        turned = 26 - schedule.tile_taps
+    arrays = {name: getattr(schedule, name) for name in TILES}
+    return {"rows of a tile": schedule.block_m, **arrays, "turned_taps": turned}
 
 
 def _lists(jobs: Any) -> Arrays:
