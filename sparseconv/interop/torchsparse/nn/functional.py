@@ -89,15 +89,15 @@ def conv3d(
         product = input.feats @ weight.reshape(weight.shape[-2:])
         return input.like(product if bias is None else product + bias.to(product.dtype))
     taps = weight if weight.ndim == 3 else weight[None]
-    size = trace_constants(kernel), trace_constants(steps), trace_constants(pad), trace_constants(gap)
+    sizes = trace_constants(kernel), trace_constants(steps), trace_constants(pad), trace_constants(gap)
     modes = geometry.Modes.of(config)
     if not tracing():
         run = _generated if generative else _undone if transposed else _convolved
-        return run(input, input.grid, taps, bias, *size, modes)  # type: ignore[return-value]
+        return run(input, input.grid, taps, bias, sizes, modes)  # type: ignore[return-value]
     grid, made = None if generative else input.known_grid(), None
     if grid is not None:
         run = _undone if transposed else _convolved
-        made = run(input, grid, geometry.boxed(taps, size[0]), bias, *size, modes)
+        made = run(input, grid, geometry.boxed(taps, sizes[0]), bias, sizes, modes)
     if made is not None:
         return made
     given = input, weight, kernel_size, bias, stride, padding, dilation, config, transposed, generative
@@ -105,17 +105,13 @@ def conv3d(
 
 
 def _convolved(
-    input: SparseTensor,
-    grid: VoxelGrid,
-    taps: Any,
-    bias: Any,
-    kernel: Ints,
-    steps: Ints,
-    pad: Ints,
-    gap: Ints,
-    modes: Any,
+    input: SparseTensor, grid: VoxelGrid, taps: Any, bias: Any, sizes: tuple[Ints, ...], modes: Any
 ) -> SparseTensor | None:
-    """A layer from a grid to itself, or to coarser voxels; None where torch traces and nobody knows those."""
+    """A layer from a grid to itself, or to coarser voxels; None where torch traces and nobody knows those.
+
+    ``sizes``: of the kernel, the stride, the padding and the dilation.
+    """
+    kernel, steps, pad, gap = sizes
     caches, stride = input._caches, trace_constants(input.stride)  # type: ignore[arg-type]
     if stride not in caches.cmaps:
         caches.cmaps[stride] = input.coords, input.spatial_range
@@ -147,17 +143,10 @@ def _convolved(
 
 
 def _undone(
-    input: SparseTensor,
-    grid: VoxelGrid,
-    taps: Any,
-    bias: Any,
-    kernel: Ints,
-    steps: Ints,
-    pad: Ints,
-    gap: Ints,
-    modes: Any,
+    input: SparseTensor, grid: VoxelGrid, taps: Any, bias: Any, sizes: tuple[Ints, ...], modes: Any
 ) -> SparseTensor | None:
     """A layer onto the voxels that an earlier one started from; None where torch traces and there is an error."""
+    kernel, steps, _, gap = sizes
     caches, finer = input._caches, divided(trace_constants(input.stride), steps)  # type: ignore[arg-type]
     plan, known = caches.kmaps.get((finer, kernel, steps, gap)), caches.pair(finer)
     is_unknown = plan is None or known is None
@@ -180,17 +169,10 @@ def _undone(
 
 
 def _generated(
-    input: SparseTensor,
-    grid: VoxelGrid,
-    taps: Any,
-    bias: Any,
-    kernel: Ints,
-    steps: Ints,
-    pad: Ints,
-    gap: Ints,
-    modes: Any,
+    input: SparseTensor, grid: VoxelGrid, taps: Any, bias: Any, sizes: tuple[Ints, ...], modes: Any
 ) -> SparseTensor:
     """A layer onto all finer voxels that it reaches."""
+    kernel, steps, _, gap = sizes
     caches, finer = input._caches, divided(input.stride, steps)
     if get_version() is Version.LAST and not all(isinstance(axis, int) for axis in finer):
         raise ValueError(
