@@ -180,11 +180,6 @@ class WindowSearch:
         return self.found[1].tensor(SORT_KEYS)[: self.rows].view(1, -1)
 
     @property
-    def block_neighbors(self) -> torch.Tensor | None:
-        """(B, 3^D) int32: the blocks around each block, if there are so many; None where rows are looked up by key."""
-        return self.found[1].tensor(NEIGHBORS).view(-1, 3 ** (self.coords.shape[1] - 1)) if self.is_local else None
-
-    @property
     def most_edges(self) -> int:
         """A number that the edges cannot exceed, whatever rows occur twice; known without a look at the device."""
         return self.rows * self.window.num_taps
