@@ -27,7 +27,8 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
 from sparseconv.other_names import attribute_error
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, method_advice, name_of
-from sparseconv.torch_private import collators, register_tree, tracing
+from sparseconv.torch_private import collators, register_tree
+from sparseconv.transforms import tracing
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32, Integer, Shaped

@@ -116,11 +116,6 @@ def exporting() -> bool:
     return bool(flag)
 
 
-def tracing() -> bool:
-    """Whether torch.compile or torch.export traces."""
-    return torch.compiler.is_compiling() or exporting()
-
-
 #: the class of torch's operators, as nodes of a traced graph name them
 operator_kind: Any = type(torch.ops.aten.add.Tensor)
 
@@ -157,7 +152,7 @@ def check_in_trace(*holds: Any) -> None:
 
 def surely(holds: Any) -> bool:
     """Whether a comparison holds; not where it is about a number that only the run of a traced program knows."""
-    if not tracing():
+    if not torch.compiler.is_compiling() and not exporting():
         return bool(holds)
     try:
         from torch.fx.experimental.symbolic_shapes import guard_or_false  # loaded where somebody traces

@@ -1,7 +1,7 @@
-"""Transforms of torch.func and forward-mode derivatives: whether they are active, and what runs outside of them.
+"""Traces, torch.func's transforms and forward-mode derivatives: whether they are active, and what runs outside of them.
 
-Both need every call as an autograd node that they can transform. A kernel launched past them loses the tangent or the
-wrapper, and its result looks like a constant.
+Transforms and forward mode need every call as an autograd node that they can transform. A kernel launched past them
+loses the tangent or the wrapper, and its result looks like a constant.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ from sparseconv.torch_private import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: whether torch.export traces, outside of torch.compile; older versions of torch do not say so
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def tracing() -> bool:
+    """Whether torch.compile or torch.export traces."""
+    return torch.compiler.is_compiling() or _is_exporting()
 
 
 def forward_mode() -> bool:

@@ -16,7 +16,8 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 from sparseconv.plan.convolution import Axes, ConvolutionPlan, as_epilogue, autocast, checked_window
 from sparseconv.plan.weights import by_tap
-from sparseconv.torch_private import exporting, tracing
+from sparseconv.torch_private import exporting
+from sparseconv.transforms import tracing
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction

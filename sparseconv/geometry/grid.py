@@ -37,7 +37,7 @@ from sparseconv.geometry.ranges import IndexRange, per_axis
 from sparseconv.geometry.views.dense import checked_box, filled, sites_of
 from sparseconv.geometry.views.picture import html
 from sparseconv.gpu.cuda_capability import SORTING, has_kernels
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float32, Int32, Int64, Integer, Shaped
@@ -71,8 +71,8 @@ class VoxelGrid(Movable):
     """
 
     def __new__(cls, *_: Any, **__: Any) -> VoxelGrid:
-        kind = cls.traced_type if cls is VoxelGrid and tracing() else None
-        return object.__new__(kind or cls)
+        traced = cls.traced_type if cls is VoxelGrid else None
+        return object.__new__(traced if traced is not None and tracing() else cls)
 
     @transforms.constant
     def __init__(

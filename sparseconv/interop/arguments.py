@@ -27,7 +27,8 @@ from sparseconv.checks import (
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.keys import KeySpace
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.torch_private import exporting, surely, tracing
+from sparseconv.torch_private import exporting, surely
+from sparseconv.transforms import tracing
 
 
 def integers(values: Any, name: str, minimum: int | None = None) -> list[int]:

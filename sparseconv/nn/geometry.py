@@ -18,7 +18,7 @@ from sparseconv.ops.rows import check_plan
 from sparseconv.plan.convolution import ConvolutionPlan, checked_boundary
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 Axes = int | Sequence[int]
 

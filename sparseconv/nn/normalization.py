@@ -15,7 +15,8 @@ from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
 from sparseconv.ops.items import standardised
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import exporting, tracing
+from sparseconv.torch_private import exporting
+from sparseconv.transforms import tracing
 
 
 def _kernels() -> Any:

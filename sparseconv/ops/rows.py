@@ -9,8 +9,8 @@ import torch
 from sparseconv.checks import check_tensor, described
 from sparseconv.geometry.grid import VoxelGrid, in_trace, left_trace
 from sparseconv.gpu.cuda_capability import has_kernels
-from sparseconv.torch_private import dispatch_modes, functional, tracing
-from sparseconv.transforms import check_not_recorded
+from sparseconv.torch_private import dispatch_modes, functional
+from sparseconv.transforms import check_not_recorded, tracing
 
 if TYPE_CHECKING:
     from sparseconv.plan.convolution import ConvolutionPlan

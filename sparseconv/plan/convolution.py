@@ -25,7 +25,8 @@ from sparseconv.plan.explain import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.packed_weights import PackedWeights
 from sparseconv.plan.weights import by_tap, packed, packed_as
-from sparseconv.torch_private import any_autocast, tracing
+from sparseconv.torch_private import any_autocast
+from sparseconv.transforms import tracing
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int64, Integer, Shaped
@@ -557,8 +558,8 @@ def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue |
 
 def recorder(source: Any) -> Any:
     """The class of plans on a grid of a trace, by torch.export or for streaming; None of any other grid."""
-    traced = isinstance(source, VoxelGrid) and (tracing() or source.is_watched)
-    return source.plan_type if traced else None
+    kind = getattr(source, "plan_type", None)
+    return kind if kind is not None and (tracing() or source.is_watched) else None
 
 
 def resolved(grid: GridRef) -> VoxelGrid:

@@ -8,7 +8,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import check_inside, check_rows, integers
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 
 def sizes(shape: Any) -> list[int]:

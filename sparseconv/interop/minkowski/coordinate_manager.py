@@ -32,7 +32,7 @@ from sparseconv.interop.minkowski.common import (
 from sparseconv.ops.interpolation import Interpolation
 from sparseconv.ops.points import PointGroups
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 
 def backwards(values: Sequence[int]) -> Ints:

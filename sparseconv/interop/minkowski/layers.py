@@ -29,7 +29,7 @@ from sparseconv.interop.minkowski.sparse_tensor import (
 from sparseconv.ops.neighborhood import depthwise_convolution
 from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.ops.pooling import avg_pool, max_pool, sum_pool
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 #: coordinates that a layer is given for its output: (M, 1+D), a key of the same manager, or a tensor with one
 Place = torch.Tensor | CoordinateMapKey | SparseTensor

@@ -24,7 +24,7 @@ from sparseconv.interop.torchsparse.conventions import (
 from sparseconv.interop.torchsparse.tensor import Ints
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.within import dense_shape
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 
 def window(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from sparseconv.interop.torchsparse.conventions import (  # noqa: F401
     make_ntuple,
     set_allow_negative_coordinates,
 )
-from sparseconv.torch_private import settable, surely, tracing
-from sparseconv.transforms import check_not_recorded
+from sparseconv.torch_private import settable, surely
+from sparseconv.transforms import check_not_recorded, tracing
 
 Ints = tuple[int, ...]
 _COORDS = "(N, 4), three axes and the batch"

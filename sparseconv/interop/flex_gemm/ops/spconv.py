@@ -17,7 +17,7 @@ from sparseconv.interop.flex_gemm.geometry import bits, sizes, voxels
 from sparseconv.ops.serialization import serialize
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.within import dense_shape, plan_within
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 
 class Algorithm:

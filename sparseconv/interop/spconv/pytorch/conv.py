@@ -27,7 +27,8 @@ from sparseconv.interop.spconv.pytorch.geometry import (
 from sparseconv.interop.spconv.pytorch.modules import Inference, SparseModule, of_ranks
 from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.torch_private import any_autocast, surely, tracing
+from sparseconv.torch_private import any_autocast, surely
+from sparseconv.transforms import tracing
 
 Size = int | Sequence[int]
 RECORD = "max_num_voxels_during_training"

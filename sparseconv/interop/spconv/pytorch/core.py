@@ -17,7 +17,8 @@ from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside, place_in_trace
 from sparseconv.interop.spconv.pytorch.tracing import Traced
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import check_in_trace, exporting, settable, tracing
+from sparseconv.torch_private import check_in_trace, exporting, settable
+from sparseconv.transforms import tracing
 
 #: one class here stands for both of spconv's
 ImplicitGemmIndiceData = IndiceData

@@ -19,7 +19,8 @@ from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
-from sparseconv.torch_private import exporting, surely, tracing
+from sparseconv.torch_private import exporting, surely
+from sparseconv.transforms import tracing
 
 
 class Voxels(Protocol):

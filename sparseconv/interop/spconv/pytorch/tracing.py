@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Proxy, ProxyableClassMeta
 
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 
 class Traced(ProxyableClassMeta):

@@ -37,7 +37,7 @@ from sparseconv.interop.torchsparse.tensor import (
 )
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
-from sparseconv.torch_private import tracing
+from sparseconv.transforms import tracing
 
 #: FNV-1a, its offset as a signed integer
 _OFFSET, _PRIME = 14695981039346656037 - 2**64, 1099511628211
