@@ -224,17 +224,22 @@ def _ordinary(grid: VoxelGrid) -> VoxelGrid:
     return grid
 
 
+def _leave_trace(error: str) -> None:
+    """Called for what only a run knows: torch.compile runs the caller eagerly, and torch.export gets the error."""
+    if tracing():
+        if exporting() or not torch.compiler.is_dynamo_compiling():
+            raise ValueError(error)
+        torch._dynamo.graph_break("this asks where voxels lie")
+
+
 def _of_the_grid(name: str) -> Any:
     """An attribute that nobody knows while torch traces, and that the grid itself has afterwards."""
 
     def found(self: TracedGrid) -> Any:
-        if tracing():
-            if exporting() or not torch.compiler.is_dynamo_compiling():
-                raise ValueError(
-                    "while torch traces, nobody knows where voxels lie or how many there are: give the shape or extent "
-                    "that is asked for, and leave what counts voxels to the caller"
-                )
-            torch._dynamo.graph_break("this asks where voxels lie")
+        _leave_trace(
+            "while torch traces, nobody knows where voxels lie or how many there are: give the shape or extent that is "
+            "asked for, and leave what counts voxels to the caller"
+        )
         return getattr(self.real, name)
 
     return property(found)
@@ -326,13 +331,10 @@ class TracedPlan:
 
     @property
     def kernel_map(self) -> Any:
-        if tracing():
-            if exporting() or not torch.compiler.is_dynamo_compiling():
-                raise ValueError(
-                    "while torch.export traces there are no edges to look at: an exported network may convolve, pool "
-                    "and look voxels up; what reads kernel maps runs before or after it"
-                )
-            torch._dynamo.graph_break("this looks at the edges of a kernel map")
+        _leave_trace(
+            "while torch.export traces there are no edges to look at: an exported network may convolve, pool and look "
+            "voxels up; what reads kernel maps runs before or after it"
+        )
         return self.real.kernel_map
 
     @property

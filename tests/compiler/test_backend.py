@@ -296,6 +296,18 @@ def test_a_weight_that_is_written_to_before_the_backward_pass_is_an_error() -> N
             loss.backward()
 
 
+LOOKS: dict[str, Any] = {
+    "where voxels lie": lambda m, y: y.features * y.grid.extent.shape[0],
+    "how many an item has": lambda m, y: y.features * y.grid.batch_counts[0],
+    "the edges of a map": lambda m, y: y.features * m.conv.plan(y).kernel_map.neighbors.amax(),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_looks_at_voxels_runs_eagerly(name: str) -> None:
+    compare(lambda: Head(LOOKS[name]), trains=True, replays=False)
+
+
 VIEWS: dict[str, Any] = {
     "of a result": lambda m, y: (y.features, y.features[:, :2]),
     "of an argument": lambda m, y: (y.features, y.grid.coords[:, 1:]),
