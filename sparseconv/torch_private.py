@@ -202,6 +202,20 @@ def graph_metadata() -> Any:
     return _compiling_context().fw_metadata
 
 
+def trace_reasons(graph_module: torch.fx.GraphModule) -> tuple[str | None, str | None]:
+    """Of the graph that Dynamo is about to have compiled: why it ends before its function does, and why it is traced
+    again; None where it does not, or is not, or torch does not say."""
+    end: Any = getattr(graph_module, "compile_subgraph_reason", None)
+    broken = None
+    if end is not None and end.graph_break:
+        words = re.search(r"Explanation: (.*)", end.reason) or re.search(r"(.*)", end.reason)
+        place = f" [{end.user_stack[-1].filename}:{end.user_stack[-1].lineno}]" if end.user_stack else ""
+        broken = f"{words.group(1)}{place}" if words else place
+    metrics = private("_dynamo.utils.get_metrics_context", lambda: None)()
+    guard = getattr(metrics, "_metrics", {}).get("recompile_reason")
+    return broken, re.sub(r"^\d+/\d+: |\s*#.*", "", guard.splitlines()[0]) if guard else None
+
+
 def graph_results(metadata: Any) -> str | tuple[list[int | None], list[bool]]:
     """What AOTAutograd found out about the results of a graph: of each, the argument that it is, if it is one, and
     whether it is differentiated; or why they are not the graph's own results alone."""

@@ -64,7 +64,8 @@ class CapturedMap:
             twin.prepare_on(self._grid())
             self._step(x, x)
         twin.learn()
-        self._replay, self._fault = graphs.graph_of(self._make, coords.device)
+        graph, self._fault = graphs.graph_of(self._make, coords.device)
+        self._replay = graph.replay
 
     def _grid(self) -> FixedGrid:
         return FixedGrid(self._coords, self._count, self._like, room=self._room)

@@ -21,7 +21,7 @@ from sparseconv.compiler.node import Compiled, NotPlain
 from sparseconv.compiler.program import Pass, Program
 from sparseconv.compiler.rows import Rows
 from sparseconv.compiler.settings import as_settled
-from sparseconv.torch_private import LEAST_TO_TRACE, check_version, graph_metadata
+from sparseconv.torch_private import LEAST_TO_TRACE, check_version, graph_metadata, trace_reasons
 
 #: the programs that live, for `explain`
 programs: weakref.WeakSet[Program] = weakref.WeakSet()
@@ -57,6 +57,7 @@ def sparseconv(
         return graph_module.forward
     held = [t for t in inputs if isinstance(t, torch.nn.Parameter)]
     program = Program(_name(graph_module), held, poison)
+    program.graph_break, program.recompiled = trace_reasons(graph_module)
     programs.add(program)
     try:
         return _compiled(graph_module, inputs, program)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from sparseconv.compiler.program import Recording
+
 
 def programs_of(module: torch.nn.Module) -> str | None:
-    """The programs that torch.compile made of a module: calls, replays, capacities, and what runs eagerly and why.
+    """The programs that torch.compile made of a module: why each was compiled, its calls, replays, capacities and GPU
+    memory, and what runs eagerly and why.
 
     A program belongs to the module whose parameters it reads; None where there is none.
     """
@@ -25,8 +28,21 @@ def programs_of(module: torch.nn.Module) -> str | None:
             else f"{program.calls} calls, eager"
         )
         lines.append(f"program {number} ({kind}, {program.name}): {ran}, {program.made} recordings")
+        if program.recompiled is not None:
+            lines.append(f"  recompiled, since this did not hold: {program.recompiled}")
         for recording in program.recordings.values():
-            rows = ", ".join(f"{n:,}" for n in recording.capacity.values())
-            lines.append(f"  capacity in rows: {rows}")
+            lines.append(f"  {_size_of(recording)}")
         lines += [f"  {reason}" for reason in program.all_reasons()]
+        if program.graph_break is not None:
+            lines.append(f"  ends at a graph break: {program.graph_break}")
     return "\n".join(lines)
+
+
+def _size_of(recording: Recording) -> str:
+    rows = ", ".join(f"{n:,}" for n in recording.capacity.values())
+    graphs = [region.graph for region in recording.regions.values() if region.graph is not None]
+    if not graphs:
+        return f"capacity in rows: {rows}"
+    from sparseconv.gpu.graphs import memory_of  # loaded where it is used
+
+    return f"capacity in rows: {rows}; CUDA graphs reserve {sum(map(memory_of, graphs)) / 2**20:,.0f} MiB"

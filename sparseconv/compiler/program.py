@@ -84,6 +84,9 @@ class Program:
         #: over the rows of the scene that a recording is made with, for coarser grids; more after each that did not fit
         self.room = ROOM
         self.broken: str | None = None
+        #: of Dynamo: why the graph ends before its function does, and which guard had it traced again
+        self.graph_break: str | None = None
+        self.recompiled: str | None = None
         #: fixed arrays are those of one call at a time
         self.turns = StreamMutex()
 
@@ -190,7 +193,7 @@ class Saved:
         values = self.values
         if values is None:
             values = {node.name: run.arg(node) for node in self.fixed}
-            if all(region.replay is not None for region in run.recording.regions.values()):
+            if all(region.graph is not None for region in run.recording.regions.values()):
                 self.values = values
         call.values = {**values, **{node.name: run.env[node] for node in self.others}}
         call.tensors = {node.name: run.env[node] for node in self.tensors}
@@ -278,7 +281,7 @@ class Region:
         self.faults = 0
         self.report: torch.Tensor | None = None
         self.reported: Any = None
-        self.replay: Callable[[], None] | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def load(self, run: _Run) -> None:
         """Put the values of a call where the graph reads them; raises DoesNotFit where they have no place there."""
@@ -338,9 +341,9 @@ class Region:
         return None
 
     def run(self, run: _Run) -> None:
-        if self.on_gpu and self.replay is None and run.program.broken is None:
+        if self.on_gpu and self.graph is None and run.program.broken is None:
             self._capture(run)
-        if self.replay is None:
+        if self.graph is None:
             try:
                 self.body(run)
             except RuntimeError as error:
@@ -348,7 +351,7 @@ class Region:
                     raise
                 raise DoesNotFit(run.program.broken or str(error).splitlines()[0]) from error
         else:
-            self.replay()
+            self.graph.replay()
             run.env.update(self.values)
 
     def _capture(self, run: _Run) -> None:
@@ -368,7 +371,7 @@ class Region:
 
         try:
             with torch.no_grad():
-                self.replay, self.values = graphs.graph_of(body, run.graph.device, TRIES, WORTH)
+                self.graph, self.values = graphs.graph_of(body, run.graph.device, tries=TRIES, worth=WORTH)
         except RuntimeError as error:
             # this call still runs over the arrays, since its gradients may read them; later ones do not
             run.program.broken = f"it cannot be captured: {str(error).splitlines()[0]}"

@@ -172,7 +172,7 @@ class _Run:
         status, results = self._body()
         self._check(status, results)
         recorder, device = Recorder(), self._example.device
-        graph, (status, results) = graphs.whole_graph(self._body, device, recorder)
+        graph, (status, results) = graphs.graph_of(self._body, device, recorder)
         self._load(self._like.coords[:0], self._example[:0])  # no scene of ours lies in the package
         graph.replay()
         torch.cuda.synchronize(device)

@@ -37,25 +37,17 @@ def wait_for(device: torch.device) -> None:
 
 
 def graph_of(
-    run: Callable[[], Any], device: torch.device, tries: int = TRIES, worth: int = 0
-) -> tuple[Callable[[], None], Any]:
-    """What replays a run, and what the run returned: tensors that every replay writes anew.
-
-    On streams of its own. The peak that torch keeps of its memory starts anew. ``tries`` and ``worth`` are those of
-    `least_memory`.
-    """
-    graph, results = whole_graph(run, device, tries=tries, worth=worth)
-    return graph.replay, results
-
-
-def whole_graph(
     run: Callable[[], Any],
     device: torch.device,
     recorder: AbstractContextManager[Any] = NOBODY,
     tries: int = TRIES,
     worth: int = 0,
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """`graph_of` with the graph itself. ``recorder`` is entered for each of its captures; the last one counts."""
+    """The CUDA graph of a run, and what the run returned: tensors that every replay writes anew.
+
+    On streams of its own. The peak that torch keeps of its memory starts anew. ``recorder`` is entered for each
+    capture, of which the last one counts; ``tries`` and ``worth`` are those of `least_memory`.
+    """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(priority=-1)
         stream.wait_stream(torch.cuda.current_stream())
@@ -149,6 +141,11 @@ def least_memory(
             return made
         del made  # its memory is the next one's
     return capture({stream: cut.best for stream, cut in cuts.items()})
+
+
+def memory_of(graph: torch.cuda.CUDAGraph) -> int:
+    """Bytes that a graph reserves on the GPU."""
+    return sum(segment["total_size"] for segment in _segments(graph))
 
 
 def _held(graph: torch.cuda.CUDAGraph) -> dict[int, int]:

@@ -157,8 +157,9 @@ def release(module: Module) -> Module:
 
 
 def explain(module: torch.nn.Module) -> str:
-    """What of a module and its parts is compiled: programs, their calls and replays, the capacity of their arrays, and
-    what runs eagerly and why, with its line of source.
+    """What of a module and its parts is compiled: programs, their calls and replays, the capacity of their arrays, the
+    GPU memory of their graphs, what runs eagerly and why, graph breaks and recompilations, each with its line of source
+    or its guard.
 
     >>> explain(torch.nn.ReLU())
     'nothing is compiled: see sc.accelerate'

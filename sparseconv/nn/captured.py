@@ -162,7 +162,8 @@ class Captured:
         self._replay = None
         self._results: Any = None  # an older graph goes first
         with self._unseen():
-            self._replay, (self._bad, self._results) = graphs.graph_of(self._padded, self._device)
+            graph, (self._bad, self._results) = graphs.graph_of(self._padded, self._device)
+            self._replay = graph.replay
         forget_tables(self._like)
         self._tensors = [t for kept in self._kept for t in kept.values() if t is not None]
         self._state = self._state_now()

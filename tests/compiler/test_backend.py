@@ -308,6 +308,34 @@ def test_what_looks_at_voxels_runs_eagerly(name: str) -> None:
     compare(lambda: Head(LOOKS[name]), trains=True, replays=False)
 
 
+class Switch(torch.nn.Module):
+    """Two layers, between which Dynamo ends its graph, and a flag that it guards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.SubmanifoldConv(4, 4, 3), nn.SubmanifoldConv(4, 2, 3)
+        self.doubled = False
+
+    def forward(self, x: sc.SparseTensor) -> sc.SparseTensor:
+        y = self.first(x)
+        if self.doubled:
+            y = sc.SparseTensor(y.grid, 2 * y.features)
+        torch._dynamo.graph_break()
+        return self.second(y)
+
+
+def test_explain_names_graph_breaks_and_the_guard_of_a_recompilation() -> None:
+    module = Switch().double()
+    compiled = torch.compile(module, backend="sparseconv")
+    compiled(scene(0, 200))
+    line = Switch.forward.__code__.co_firstlineno + 4
+    assert f"test_backend.py:{line}]" in nn.explain(module)
+    assert "recompiled" not in nn.explain(module)
+    module.doubled = True
+    compiled(scene(1, 200))
+    assert "recompiled, since this did not hold: self.doubled == False" in nn.explain(module)
+
+
 VIEWS: dict[str, Any] = {
     "of a result": lambda m, y: (y.features, y.features[:, :2]),
     "of an argument": lambda m, y: (y.features, y.grid.coords[:, 1:]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def stand_in(run, device):
         for buffer, version in versions:
             torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
 
-    return replay, kept
+    return SimpleNamespace(replay=replay), kept
 
 
 #: buffers whose versions a stand-in hides
