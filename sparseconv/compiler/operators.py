@@ -652,7 +652,7 @@ def batch_norm_back(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `batch_norm` by x, weight and bias."""
     none = x.new_empty(0)
-    if not has_dead_rows(x):
+    if len(x) and not has_dead_rows(x):  # torch divides by the number of rows
         given = grad, x, weight, mean, var, saved_mean, saved_std, training, eps, mask
         found: Any = torch.ops.aten.native_batch_norm_backward(*given)
         return tuple(none if t is None else t for t in found)  # type: ignore[return-value]

@@ -308,6 +308,31 @@ def test_what_looks_at_voxels_runs_eagerly(name: str) -> None:
     compare(lambda: Head(LOOKS[name]), trains=True, replays=False)
 
 
+class Thinned(torch.nn.Module):
+    """A norm over what a layer of kernel size 1 and stride 2 keeps, which is nothing of voxels at odd places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv(4, 4, 1, stride=2), nn.BatchNorm(4), nn.ReLU(), nn.SubmanifoldConv(4, 2, 3))
+
+    def forward(self, x: sc.SparseTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x).features, x.features * 2
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_norms_over_no_rows_have_gradients(trains: bool) -> None:
+    module = Thinned().double()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module.train(trains), backend="sparseconv", options={"poison": True})
+    eager.train(trains)
+    for seed, at in enumerate((1, 0, 1, 0)):
+        cells = scene(seed, 150).grid.coords
+        cells[:, 1:] = 2 * cells[:, 1:] + at
+        x = sc.SparseTensor(sc.VoxelGrid(cells), torch.randn(len(cells), 4, dtype=torch.float64))
+        for mine, other in zip(step(module, compiled, x, True), step(eager, eager, x, True), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
 class Switch(torch.nn.Module):
     """Two layers, between which Dynamo ends its graph, and a flag that it guards."""
 
