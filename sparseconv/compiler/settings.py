@@ -49,14 +49,18 @@ _open: list[contextlib.ExitStack] = []
 def as_settled() -> None:
     """Return where Dynamo traced with these settings; else set them, and have it trace this frame anew."""
     from torch._dynamo import callback, config, exc, symbolic_convert
+    from torch.fx.experimental import _config as sizes
 
     if all(getattr(config, name) == value for name, value in WANTED.items()):
         return
     stack = contextlib.ExitStack()
     stack.enter_context(config.patch(**WANTED))
+    # sizes that agree in the first scene are not one size
+    stack.enter_context(sizes.patch(use_duck_shape=False))  # type: ignore[attr-defined]
     stack.enter_context(_norms_of_unknown_rows())
     stack.enter_context(_without("_plans"))
     stack.enter_context(_arrays_of_names_stay())
+    stack.enter_context(_sizes_of_layers_stay())
     _open.append(stack)
     if _unset not in callback.callback_handler.end_callbacks:
         callback.on_compile_end(_unset)
@@ -134,6 +138,36 @@ def _arrays_of_names_stay() -> Any:
         yield
     finally:
         wrappers[np.ndarray] = wrap
+
+
+@contextlib.contextmanager
+def _sizes_of_layers_stay() -> Any:
+    """Integers of layers of torch and of this library, such as kernel sizes, are constants that calls guard. As symbols
+    they take a third of the time to trace a network. Those of other modules may count calls, and are symbols."""
+    from torch._dynamo.variables import builder
+
+    #: by the source of a module: whether its class is of a library
+    modules: dict[str, bool] = {}
+    kind: Any = builder.VariableBuilder
+    wrap, is_constant = kind.wrap_module, builder.is_int_specialization_case
+
+    def wrap_module(self: Any, module: Any) -> Any:
+        modules[self.source.name] = type(module).__module__.split(".")[0] in ("torch", "sparseconv")
+        return wrap(self, module)
+
+    def is_constant_here(value: Any, source: Any) -> bool:
+        owner = source.name
+        while owner and owner not in modules:
+            owner = owner[: max(owner.rfind("."), owner.rfind("["), 0)]
+        return modules.get(owner, False) or is_constant(value, source)
+
+    kind.wrap_module = wrap_module
+    builder.is_int_specialization_case = is_constant_here
+    try:
+        yield
+    finally:
+        kind.wrap_module = wrap
+        builder.is_int_specialization_case = is_constant
 
 
 def _batch_norm(

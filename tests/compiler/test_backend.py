@@ -14,6 +14,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.interop.spconv.pytorch import SparseConv3d, SparseConvTensor
 
 SIZES = (300, 280, 310, 700, 20)
 
@@ -359,6 +360,45 @@ def test_explain_names_graph_breaks_and_the_guard_of_a_recompilation() -> None:
     module.doubled = True
     compiled(scene(1, 200))
     assert "recompiled, since this did not hold: self.doubled == False" in nn.explain(module)
+
+
+def test_sizes_that_happen_to_agree_are_two_sizes() -> None:
+    conv = nn.SubmanifoldConv(4, 2, 3).double()
+
+    def call(x: sc.SparseTensor, boxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return conv(x).features, 2 * boxes
+
+    compiled = torch.compile(call, backend="sparseconv")
+    for seed, more in enumerate((0, 3, 1)):
+        x = scene(seed, 150)
+        boxes = torch.ones(len(x.grid) + more, 4)
+        assert compiled(x, boxes)[1].sum() == 8 * len(boxes)
+    assert nn.explain(conv).count("program") == 1, nn.explain(conv)
+
+
+class Strided(torch.nn.Module):
+    """A layer whose stride is changed, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.calls = SparseConv3d(4, 2, 3, stride=2, bias=False), 0
+
+    def forward(self, x: SparseConvTensor) -> torch.Tensor:
+        self.calls += 1
+        return self.conv(x).features * self.calls
+
+
+def test_integers_of_layers_are_guarded_and_those_of_other_modules_are_numbers() -> None:
+    module = Strided().double()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="sparseconv")
+    for seed in range(6):
+        if seed == 4:
+            module.conv.stride = eager.conv.stride = [1, 1, 2]
+        x = scene(seed, 150)
+        given = [SparseConvTensor(x.features, x.grid.coords.int(), [12, 12, 12], 2) for _ in range(2)]
+        torch.testing.assert_close(compiled(given[0]), eager(given[1]), rtol=1e-9, atol=1e-9)
+    assert nn.explain(module).count("program") == 2, nn.explain(module)
 
 
 VIEWS: dict[str, Any] = {
