@@ -115,7 +115,7 @@ def _reached_by_kernels(grid: VoxelGrid, window: Window, boundary: Boundary, to_
 
 
 def _looked_up(grid: VoxelGrid, coords: torch.Tensor) -> torch.Tensor:
-    return _named("lookup")(grid.cells, coords).long() if INTERPRETED else grid.lookup(coords)
+    return _named("lookup")(grid.hash_table, coords).long() if INTERPRETED else grid.lookup(coords)
 
 
 def _schedule(edges: KernelMap, form: tuple[int, bool, int, bool]) -> Any:

@@ -197,9 +197,9 @@ class Operator(torch.autograd.Function):
             return _call(cls, *one, edges, groups, *rest)[None][:0], 0
         shared = dims[0] is None and groups == 1 and cls is Convolution and not rest[0]
         if shared:  # then they are more output channels of the same rows
-            stacked = [tensors[0], *(transforms.side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
+            stacked = [tensors[0], *(transforms.stack_channels(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
         else:
-            stacked, groups = [transforms.side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
+            stacked, groups = [transforms.stack_channels(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
         found = _call(cls, *stacked, edges, groups, *rest)
         return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
 

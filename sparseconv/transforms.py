@@ -180,7 +180,7 @@ def _skipping(function: Callable[P, R]) -> Callable[P, R]:
     return _skipped[function]
 
 
-def side_by_side(tensor: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
+def stack_channels(tensor: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
     """A batch of tensors side by side in their last axis; ``dim``: that of the batch, None where all have this one."""
     if tensor is None:
         return None
@@ -191,10 +191,10 @@ def side_by_side(tensor: torch.Tensor | None, dim: int | None, size: int) -> tor
     return batch.reshape(*batch.shape[:-2], size * batch.shape[-1])
 
 
-def apart(found: torch.Tensor, size: int, like: torch.Tensor, dim: int | None) -> torch.Tensor:
+def unstack_channels(found: torch.Tensor, size: int, like: torch.Tensor, dim: int | None) -> torch.Tensor:
     """(..., size * C) as (..., size, C), with the channels C of ``like``, whose batch is along ``dim``.
 
-    >>> apart(torch.zeros(4, 0), 0, torch.zeros(0, 4, 3), 0).shape
+    >>> unstack_channels(torch.zeros(4, 0), 0, torch.zeros(0, 4, 3), 0).shape
     torch.Size([4, 0, 3])
     """
     channels = like.shape[-1] if dim is None else like.movedim(dim, 0).shape[-1]

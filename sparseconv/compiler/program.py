@@ -88,7 +88,7 @@ class Program:
         self.graph_break: str | None = None
         self.recompiled: str | None = None
         #: fixed arrays are those of one call at a time
-        self.turns = StreamMutex()
+        self.mutex = StreamMutex()
 
     @cached_property
     def is_random(self) -> bool:
@@ -116,7 +116,7 @@ class Program:
         trains = self.backward is not None
         if self.calls > 1 and not (forward.why_not or self.broken or (trains and others_save())):
             try:
-                with self.turns.on(forward.device):
+                with self.mutex.on(forward.device):
                     found = forward.fixed(args)
             except DoesNotFit as reason:
                 self.note(f"a scene ran as it is: {reason}")
@@ -134,7 +134,7 @@ class Program:
         args = [*(values[node.name] for node in saved), *grads]
         if call.recording is None:
             return backward.module.forward(*args)
-        with self.turns.on(backward.device):
+        with self.mutex.on(backward.device):
             return _Run(backward, args).backward(call, call.recording)
 
 

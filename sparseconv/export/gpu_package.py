@@ -201,7 +201,7 @@ class _Run:
 
     def _check(self, status: torch.Tensor, results: list[torch.Tensor]) -> None:
         """Raise where the example does not fit, or the rows that are no voxels change a result."""
-        from sparseconv.ops.comparing import apart  # loaded where it is used
+        from sparseconv.ops.comparing import largest_gap  # loaded where it is used
 
         fault, *counts = status.tolist()
         if fault:
@@ -219,7 +219,7 @@ class _Run:
                 alone += [leaf.features] if own is self._like else [leaf.features, own.coords]
             elif isinstance(leaf, torch.Tensor):
                 alone.append(leaf)
-        off = apart(mine, alone)
+        off = largest_gap(mine, alone)
         if off:
             raise ValueError(
                 f"the rows that are no voxels change the network's result, by {off:.2g} of its rms: every module must "

@@ -104,8 +104,8 @@ class Recorder:
         self._stream()
         listeners.append(self._launched)
         self._within.callback(listeners.remove, self._launched)
-        self._within.enter_context(_events_told(self))
-        self._within.enter_context(_triton_told())
+        self._within.enter_context(_events_recorded(self))
+        self._within.enter_context(_triton_recorded())
         self._within.enter_context(_Functions(_Operations(self)))
         return self
 
@@ -236,12 +236,12 @@ class _Functions(TorchFunctionMode):
 
 
 @contextmanager
-def _events_told(recorder: Recorder) -> Iterator[None]:
+def _events_recorded(recorder: Recorder) -> Iterator[None]:
     """All ways by which one stream waits for another go through these two methods."""
     kind: Any = torch.cuda.Event
     record, wait = kind.record, kind.wait
 
-    def told(method: Callable[..., None], is_wait: bool) -> Callable[..., None]:
+    def recorded(method: Callable[..., None], is_wait: bool) -> Callable[..., None]:
         def call(event: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
             stream = torch.cuda.current_stream() if stream is None else stream
             method(event, stream)
@@ -249,7 +249,7 @@ def _events_told(recorder: Recorder) -> Iterator[None]:
 
         return call
 
-    kind.record, kind.wait = told(record, False), told(wait, True)
+    kind.record, kind.wait = recorded(record, False), recorded(wait, True)
     try:
         yield
     finally:
@@ -257,14 +257,14 @@ def _events_told(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _triton_told() -> Iterator[None]:
+def _triton_recorded() -> Iterator[None]:
     """Kernels that are launched by Triton's own call are told of too."""
     from triton.runtime.jit import JITFunction  # Triton is loaded where it is used
 
     kind: Any = JITFunction
     run = kind.run
 
-    def told(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def recorded(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(function, *args, grid=grid, warmup=warmup, **kwargs)
         if not warmup:
             bound = function.signature.bind(*args, **{k: v for k, v in kwargs.items() if k in function.arg_names})
@@ -275,7 +275,7 @@ def _triton_told() -> Iterator[None]:
             tell(kernel, (*shape, 1, 1)[:3], values)
         return kernel
 
-    kind.run = told
+    kind.run = recorded
     try:
         yield
     finally:

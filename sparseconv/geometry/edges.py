@@ -111,7 +111,7 @@ def _reached_grid(
         found = reach(grid.coords, known, *size, to_fine=to_fine, within=within)
     if found is not None and torus is None and not grid.is_shared and len(found):
         made = grid._known(found, box, scale, fills and within is None and (to_fine or window.sees_all))
-        made.cells  # noqa: B018 (on its way)
+        made.hash_table  # noqa: B018 (on its way)
         return made
     if torus is None and len(grid) and not grid.is_shared and not outside(box) and compiled.serves(grid):
         listed = compiled.reached_voxels(grid, window, box, to_fine=to_fine)

@@ -114,7 +114,7 @@ class FixedGrid(VoxelGrid):
         keep(self)
         self._set(coords, count, zeros[BARRIERS : BARRIERS + 1], zeros[:BARRIERS], extent, like.voxel_size, like, room)
         if self.device.type == "cuda":
-            self._cells = self._make_cells(checked=True)
+            self._hash_table = self._make_hash_table(checked=True)
         else:
             live = torch.arange(len(coords), device=coords.device) < count
             self.fault |= (self._table.keys.unique().numel() != count) | ((coords[:, 0] >= 0) != live).any()
@@ -147,13 +147,13 @@ class FixedGrid(VoxelGrid):
     # ---- rows
 
     @property
-    def cells(self) -> CoordinateTable:
+    def hash_table(self) -> CoordinateTable:
         """The table of the real rows that a grid on a GPU keeps."""
-        if self._cells is None:
-            self._cells = self._make_cells()
-        return self._cells
+        if self._hash_table is None:
+            self._hash_table = self._make_hash_table()
+        return self._hash_table
 
-    def _make_cells(self, checked: bool = False) -> CoordinateTable:
+    def _make_hash_table(self, checked: bool = False) -> CoordinateTable:
         from sparseconv.geometry.gpu.table import build_table  # Triton is loaded where it is used
 
         with map_stream():
@@ -348,7 +348,7 @@ class FixedGrid(VoxelGrid):
         grid._set(coords, count, self.fault, self._barriers, box, size, example, self.room, self.family)
         keep((grid, *kept))
         if self.device.type == "cuda":
-            grid.cells  # noqa: B018 (kept)
+            grid.hash_table  # noqa: B018 (kept)
         return grid
 
     def to(self, device: torch.device | str) -> FixedGrid:
@@ -369,7 +369,7 @@ class FixedGrid(VoxelGrid):
 
 def forget_tables(example: VoxelGrid) -> None:
     """Let go of an example's tables, plans and maps, where their sizes are all that will be asked for."""
-    example._cells = None
+    example._hash_table = None
     example.derived.clear()
     for kept in example.sizes.reached.values():
         forget_tables(kept)

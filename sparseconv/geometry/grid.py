@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sparseconv.geometry.gpu.table import CoordinateTable
 
 #: what stays behind where a grid is pickled
-UNTRAVELLED = ("_table", "_space", "_cells", "sizes", "on_host")
+UNTRAVELLED = ("_table", "_space", "_hash_table", "sizes", "on_host")
 
 
 class VoxelGrid(Movable):
@@ -120,7 +120,7 @@ class VoxelGrid(Movable):
         if pair is not None:
             self.coords = coords[self._table.first_rows()]
             del self.__dict__["_table"]
-            self._cells = None
+            self._hash_table = None
 
     @cached_property
     def extent(self) -> IndexRange:
@@ -147,18 +147,18 @@ class VoxelGrid(Movable):
         return ExampleSizes()
 
     @property
-    def cells(self) -> CoordinateTable:
+    def hash_table(self) -> CoordinateTable:
         """The hash table of the rows, which a grid on a GPU keeps."""
-        if self._cells is None:
-            self._cells = _on_gpu().build_table(self.coords)
-        return self._cells
+        if self._hash_table is None:
+            self._hash_table = _on_gpu().build_table(self.coords)
+        return self._hash_table
 
     def _table_on_gpu(self, given: torch.Tensor) -> CoordinateTable | None:
         """A table of a GPU's rows, on its way, whose launch copies them; None for no rows."""
         if given.shape[0] == 0:
             return None
-        self._cells = _on_gpu().build_table(given, copy=self.coords)
-        return self._cells
+        self._hash_table = _on_gpu().build_table(given, copy=self.coords)
+        return self._hash_table
 
     @property
     def _here(self) -> VoxelGrid:
@@ -175,7 +175,7 @@ class VoxelGrid(Movable):
     #: a box that the voxels lie in, of a grid whose extent nobody has measured yet
     _box: IndexRange | None = None
     #: on a GPU: the table of the rows
-    _cells: CoordinateTable | None = None
+    _hash_table: CoordinateTable | None = None
     #: whether voxel_size or origin was given: indices alone say nothing of where voxels lie
     is_placed = False
     #: True where other processes hold the rest of the scene
@@ -251,7 +251,7 @@ class VoxelGrid(Movable):
         if self.on_host is not None:
             return self.on_host.lookup(coords.cpu()).to(self.device)
         if len(self) and coords.dtype == torch.int32 and has_kernels(self.device):
-            return _on_gpu().lookup(self.cells, coords).long()
+            return _on_gpu().lookup(self.hash_table, coords).long()
         inside = self._space.contains(coords)
         return torch.where(inside, self._table.find(self._space.keys(coords.long())), -1)
 

@@ -19,7 +19,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu import graphs
 from sparseconv.gpu.stream_mutex import StreamMutex
 from sparseconv.nn.results import Scene, has_others, put_rows, rows_of
-from sparseconv.ops.comparing import apart
+from sparseconv.ops.comparing import largest_gap
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
@@ -296,8 +296,8 @@ class Captured:
             self._note(scene.grid)
             self.check()
             mine, alone = rows_of(output, example, len(scene.grid), scene.grid), self.network(example)
-            off = apart(mine, alone)
-            if off and apart(self.network(example), alone) < off / 2:  # else its results are random
+            off = largest_gap(mine, alone)
+            if off and largest_gap(self.network(example), alone) < off / 2:  # else its results are random
                 raise ValueError(
                     f"the rows that are no voxels change the network's result, by {off:.2g} of its rms: every module "
                     "must work on each voxel alone, or be this library's, which know those rows (nn.BatchNorm)"

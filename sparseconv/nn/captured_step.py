@@ -12,7 +12,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.streams import current
 from sparseconv.nn.captured import Captured
 from sparseconv.nn.results import Scene, apart_in_memory, clear_where
-from sparseconv.ops.comparing import apart
+from sparseconv.ops.comparing import largest_gap
 from sparseconv.tensor import SparseTensor
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class CapturedStep(Captured):
         with_dead, without = self._loss(output, padded), self._loss(of_rows, targets)
         if not isinstance(without, torch.Tensor) or without.ndim:
             raise ValueError(f"the loss must be a scalar tensor; got {without!r}")
-        off = apart(with_dead, without)
+        off = largest_gap(with_dead, without)
         if off:
             raise ValueError(
                 f"the loss counts rows that are no voxels: it is {float(with_dead):.4g} with them and "

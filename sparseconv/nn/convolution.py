@@ -123,7 +123,7 @@ class SubmanifoldConv(ConvolutionModule):
 
     def forward(self, x: Features, *, plan: ConvolutionPlan | None = None) -> Features:
         """A `SparseTensor` -> one on the same grid; or features (N, C_in) with ``plan`` -> (N, C_out)."""
-        return self._execute(x, self.plan(x) if plan is None else self.geometry.given(plan, x))
+        return self._execute(x, self.plan(x) if plan is None else self.geometry.checked_plan(plan, x))
 
     def plan(self, x: Any) -> ConvolutionPlan:
         """The plan of this layer on the tensor's grid."""
@@ -194,7 +194,7 @@ class Conv(_TargetedConv):
         plan: ConvolutionPlan | None = None,
     ) -> Features:
         """A `SparseTensor` -> one on the coarse grid, or on ``target``; or features with ``plan`` -> features."""
-        return self._execute(x, self.plan(x, target) if plan is None else self.geometry.given(plan, x))
+        return self._execute(x, self.plan(x, target) if plan is None else self.geometry.checked_plan(plan, x))
 
     def plan(self, x: Any, target: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
         """The plan of this layer from the tensor's grid, onto ``target`` if given."""
@@ -226,7 +226,7 @@ class InverseConv(_TargetedConv):
 
         Or features with ``plan`` (the transposed one, `ConvolutionPlan.transpose`) -> features.
         """
-        return self._execute(x, self.plan(x, onto) if plan is None else self.geometry.given(plan, x))
+        return self._execute(x, self.plan(x, onto) if plan is None else self.geometry.checked_plan(plan, x))
 
     def plan(self, x: Any, onto: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
         """The plan of this layer from the tensor's grid back onto a finer one."""
@@ -251,7 +251,7 @@ class ConvTranspose(ConvolutionModule):
         plan: ConvolutionPlan | None = None,
     ) -> Features:
         """A `SparseTensor` -> one on the finer voxels, or on ``target``; or features with ``plan`` -> features."""
-        return self._execute(x, self.plan(x, target) if plan is None else self.geometry.given(plan, x))
+        return self._execute(x, self.plan(x, target) if plan is None else self.geometry.checked_plan(plan, x))
 
     def plan(self, x: Any, target: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
         """The plan of this layer from the tensor's grid to finer voxels, those of ``target`` if given."""

@@ -151,7 +151,7 @@ class LayerGeometry:
             grid.derived[key] = plan
         return plan
 
-    def given(self, plan: ConvolutionPlan, x: Any) -> ConvolutionPlan:
+    def checked_plan(self, plan: ConvolutionPlan, x: Any) -> ConvolutionPlan:
         """A plan that the caller made, checked against this layer and the tensor it is for."""
         check_plan(plan)
         if plan.num_taps != self.num_taps:

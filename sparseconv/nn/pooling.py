@@ -63,12 +63,12 @@ class WindowPool(SparseModule):
 
     def _down(self, x: Any, target: VoxelGrid | SparseTensor | None, plan: ConvolutionPlan | None) -> ConvolutionPlan:
         if plan is not None:
-            return self.geometry.given(plan, x)
+            return self.geometry.checked_plan(plan, x)
         return self.geometry.plan(grid_in(x, self), self.target if target is None else grid_of(target))
 
     def _back(self, x: Any, onto: VoxelGrid | SparseTensor | None, plan: ConvolutionPlan | None) -> ConvolutionPlan:
         if plan is not None:
-            return self.geometry.given(plan, x)
+            return self.geometry.checked_plan(plan, x)
         return self.geometry.inverse(grid_in(x, self), onto, self.target)
 
     def extra_repr(self) -> str:

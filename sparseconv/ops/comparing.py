@@ -43,7 +43,7 @@ def gap_of(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(off.norm() / b.nan_to_num().norm().clamp_min(1e-12)) if b.numel() else 0.0
 
 
-def apart(found: Any, wanted: Any) -> float:
+def largest_gap(found: Any, wanted: Any) -> float:
     """The largest gap (`gap_of`) between floating-point tensors of two results, where it is more than noise; else 0."""
     worst = 0.0
     for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True):

@@ -151,8 +151,8 @@ class _SeenChoice(_Choice):
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         size = info.batch_size
-        y = _choice(*(transforms.side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
-        return transforms.apart(y, size, x, dims[0]), 1
+        y = _choice(*(transforms.stack_channels(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
+        return transforms.unstack_channels(y, size, x, dims[0]), 1
 
 
 def _choice(*args: Any) -> torch.Tensor:

@@ -249,8 +249,8 @@ class _SeenWinnerSum(_WinnerSum):
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         size = info.batch_size
-        y = _winner_sum(*(transforms.side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
-        return transforms.apart(y, size, x, dims[0]), 1
+        y = _winner_sum(*(transforms.stack_channels(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
+        return transforms.unstack_channels(y, size, x, dims[0]), 1
 
 
 class _SeenMax(_Max):
@@ -263,8 +263,8 @@ class _SeenMax(_Max):
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:
         size = info.batch_size
-        found = edge_max(transforms.side_by_side(x, dims[0], size), kernel_map)
-        return tuple(transforms.apart(t, size, x, dims[0]) for t in found), (1, 1)
+        found = edge_max(transforms.stack_channels(x, dims[0], size), kernel_map)
+        return tuple(transforms.unstack_channels(t, size, x, dims[0]) for t in found), (1, 1)
 
 
 def _winner_sum(*args: Any) -> torch.Tensor:

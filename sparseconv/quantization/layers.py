@@ -100,13 +100,13 @@ class StepWithNumbers(Step):
     """One that has numbers of Python, which a state_dict carries as they are."""
 
     #: attributes that hold them
-    held: tuple[str, ...] = ("numbers",)
+    extra_state_names: tuple[str, ...] = ("numbers",)
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.held}
+        return {name: getattr(self, name) for name in self.extra_state_names}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        for name in self.held:
+        for name in self.extra_state_names:
             setattr(self, name, copy.copy(state[name]))
 
 
@@ -239,7 +239,7 @@ class Combine(StepWithNumbers):
     """The sum of rescaled int8 values, rounded once, or their channels side by side, each rescaled; an activation."""
 
     kind = "combine"
-    held = ("multipliers", "rounding")
+    extra_state_names = ("multipliers", "rounding")
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class SumPooling(Pooling, StepWithNumbers):
     """
 
     kind = "sum pooling"
-    held = ("shift",)
+    extra_state_names = ("shift",)
     multipliers: torch.Tensor
 
     def __init__(

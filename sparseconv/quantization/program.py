@@ -141,7 +141,7 @@ class Builder:
         self.count += 1
         return self.count - 1
 
-    def given(self, value: int, form: str, name: str) -> int:
+    def slot_of(self, value: int, form: str, name: str) -> int:
         """The slot of a value in a form, made of another one where it is not there."""
         value = self.source(value)
         if (value, form) not in self.slots:
@@ -177,7 +177,7 @@ class Builder:
 
     def _wide(self, tree: Any, name: str) -> Any:
         """A tree with the slots of its values in floating point in their place."""
-        return filled(tree, lambda ref: Ref(self.given(ref.value, "wide", name), ref.is_sparse))
+        return filled(tree, lambda ref: Ref(self.slot_of(ref.value, "wide", name), ref.is_sparse))
 
     def _step(self, group: Joined, leaves: bool) -> None:
         op = group.first
@@ -188,7 +188,7 @@ class Builder:
             return
         if op.kind in ("unknown", "act") and (op.kind == "unknown" or slope_of(op) is None):
             raise ValueError(f"{op.name.rpartition(':')[2] or 'it'} has no integer form")
-        inputs = [self.given(value, "int8", op.name) for value in op.inputs]
+        inputs = [self.slot_of(value, "int8", op.name) for value in op.inputs]
         where = {name: self.voxels(value) for name, value in op.where.items()}
         if op.kind in ("conv", "linear"):
             self._convolution(group, inputs, where, leaves)
@@ -231,7 +231,7 @@ class Builder:
             residual_scale = 0.0
             if group.residual is not None:
                 residual_scale = self.scales[self.source(group.residual)]
-                inputs = [*inputs, self.given(group.residual, "int8", op.name)]
+                inputs = [*inputs, self.slot_of(group.residual, "int8", op.name)]
             rescale, form = self._rescale(scale, self.scales[group.output], residual_scale, group.slope), "int8"
         output = self.slot(group.output, form)
         self.steps.append(self.convolution(op.name, inputs, output, op.module, narrow, added, rescale, where))

@@ -229,7 +229,7 @@ class Blocks:
         spans = [(at, min(at + self.piece, last)) for at in range(first, last, self.piece)]
         has_copies = len(spans) > 1 and self.coords.device.type != self.device.type
         with pipeline_of(self.device) if has_copies else Direct() as pipeline:
-            for _, coords in pipeline.ahead(spans, lambda span: self._coords(*span)):
+            for _, coords in pipeline.prefetched(spans, lambda span: self._coords(*span)):
                 if coords.is_cuda:
                     coords.record_stream(torch.cuda.current_stream(self.device))
                 yield coords

@@ -233,7 +233,7 @@ def uncertain(program: Program, sample: dict[int, Any], count: int) -> tuple[set
     return grids - {GRID}, plans
 
 
-def around(program: Program, numbers: Iterable[int], box: IndexRange) -> dict[int, IndexRange]:
+def needed_boxes(program: Program, numbers: Iterable[int], box: IndexRange) -> dict[int, IndexRange]:
     """The box in which each grid must be right, so that a block's own voxels of these grids, and the edges that lead
     to them in these plans, are."""
     wants = Wants(program.steps)

@@ -17,13 +17,13 @@ from sparseconv.streaming.device.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.digests import digest
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.planning import (
-    around,
     chosen,
     costs,
     counted,
     counting_bytes,
     estimated,
     map_sizes,
+    needed_boxes,
     rates,
     smallest,
     target_of,
@@ -82,7 +82,7 @@ class Run:
         self.counting = 0
         self.sizes: dict[int, MapSizes] = {}
         #: on a GPU, what blocks took over what was counted for them, at most so far
-        self.factor, self.counted, self.before = 1.0, 1, 0
+        self.factor, self.counted, self.peak_before = 1.0, 1, 0
         self.peak = Peak(device)
         size, piece, count = scene.like.batch_size, piece_of(budget), len(scene)
         most = MORE if device.type == "cuda" else MEASURED
@@ -134,7 +134,7 @@ class Run:
         self.total = self.done + sum(map(len, self.shares))
         if any(len(plan) > 1 for plan in self.plans):
             self._count(self.ranks)
-        self.before = self.peak.now()
+        self.peak_before = self.peak.now()
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
 
@@ -149,7 +149,7 @@ class Run:
             work = Work(program, Phase(steps, (), (), ()), {}, self.load)
             totals = torch.zeros(len(numbers), dtype=torch.int64, device=self.device)  # read once
             for block in self.blocks.chosen(self._is_countable)[ranks.rank :: ranks.size]:
-                root = around(program, numbers, block.box).get(GRID)
+                root = needed_boxes(program, numbers, block.box).get(GRID)
                 if root is None:
                     continue
                 values = Values({})
@@ -161,7 +161,7 @@ class Run:
 
     def _is_countable(self, block: Block) -> bool:
         """Whether the geometry by which a block is counted fits into the budget."""
-        root = around(self.program, self.uncertain, block.box).get(GRID)
+        root = needed_boxes(self.program, self.uncertain, block.box).get(GRID)
         voxels = 0 if root is None else self.blocks.most_in(clipped(root, self.scene.like.batch_size))
         return voxels * self.counting <= self.budget
 
@@ -177,7 +177,7 @@ class Run:
         work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         with self.ranks.together(), pipeline_of(self.device) as self.pipeline:
             self.store.check(number, lambda at: self._some_rows(phase, plan[at]))
-            for (at, block), inputs in self.pipeline.ahead(mine, lambda item: self._inputs(phase, item[1].box)):
+            for (at, block), inputs in self.pipeline.prefetched(mine, lambda item: self._inputs(phase, item[1].box)):
                 parts = self._block(work, phase, block.box, inputs)
                 self.pipeline.leave(parts, partial(self._finish, number, at, phase), known)
                 del parts, inputs
@@ -248,7 +248,7 @@ class Run:
 
     def _measure(self) -> None:
         """On a GPU, compare what the last block took with what was counted for it; later ones are judged by that."""
-        self.factor = max(self.factor, (self.peak.most() - self.before) / max(1, self.counted))
+        self.factor = max(self.factor, (self.peak.most() - self.peak_before) / max(1, self.counted))
         self.peak.begin()
 
     def _started(self, work: Work, inputs: Inputs) -> Values:

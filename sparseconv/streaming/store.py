@@ -84,7 +84,7 @@ class Store:
         self._lock: Any = None
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Raises ValueError where another run uses the folder, as far as its file system can tell."""
         try:
             self.ranks.agreed(lambda: (self._hold(), {}))

@@ -102,7 +102,7 @@ def stream(
     ranks = Ranks.of(group)
     job = ranks.agreed(partial(_understood, net, x, budget_bytes, batch_size, device, resume, out, gather, ranks))
     store = Store(resume, ranks)
-    with store.held(), shown(progress, ranks.rank == 0) as told:
+    with store.locked(), shown(progress, ranks.rank == 0) as told:
         return _streamed(job, budget_bytes, store, told, ranks)
 
 

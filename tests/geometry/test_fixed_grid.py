@@ -183,7 +183,7 @@ def test_maps_of_a_card_through_the_interpreter(kernel: int, stride: int) -> Non
     real, like, window = scene(60, 4, 3), VoxelGrid(scene(100, 4, 4), 2), Window.of(3, kernel, stride)
     grid = fixed(real, 150, like)
     want = ConvolutionPlan(VoxelGrid(real, 2), kernel, stride=stride).kernel_map
-    grid._make_cells(checked=True)
+    grid._make_hash_table(checked=True)
     coarse, n = grid, want.num_out
     if stride > 1:
         coarse = grid.reached(window, ABSENT, to_fine=False)
@@ -201,7 +201,7 @@ def test_maps_of_a_card_through_the_interpreter(kernel: int, stride: int) -> Non
         assert torch.equal(coords, back.coords)
         assert count.tolist() == back.count.tolist()
     assert grid.fault.tolist() == [0]
-    assert torch.equal(lookup(grid.cells, grid.coords).long(), grid.lookup(grid.coords))
+    assert torch.equal(lookup(grid.hash_table, grid.coords).long(), grid.lookup(grid.coords))
     edges = as_on_a_card(grid, coarse, window)
     assert torch.equal(edges.neighbors[:, :n], want.neighbors)
     assert bool((edges.neighbors[:, n:] == -1).all())
@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_said(wrong: str, way: str) -> None:
     grid = FixedGrid(coords, count, like)
     if way == "kernels":
         grid.fault.fill_(6)  # of an earlier replay
-        grid._make_cells(checked=True)
+        grid._make_hash_table(checked=True)
     assert grid.fault.tolist() == [1]
     assert "outside of the extent" in (fault_of(1) or "")
     for kernel, stride in ((3, 1), (2, 2)):  # and all goes on

@@ -244,7 +244,7 @@ def find_edges_on_gpu(
 
     The table of the fine rows is the one that their grid keeps. ``most``: see `pairs_of`.
     """
-    table, index = fine.cells, coords.get_device()
+    table, index = fine.hash_table, coords.get_device()
     taps = None if torus is not None else window.encoded.get(index)
     if taps is None:
         folded = None if torus is None else (torus.start, torus.shape)

@@ -32,7 +32,7 @@ class Direct:
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         pass
 
-    def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
+    def prefetched(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
         """Each item with what is prepared for it."""
         for item in items:
             yield item, prepare(item)
@@ -87,7 +87,7 @@ class Overlapped:
         if leaving is not None:
             leaving.result()
 
-    def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
+    def prefetched(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
         """Each item with what is prepared for it, on the stream of the way in; the current stream waits for that."""
 
         def prepared(item: Item) -> tuple[Ready, torch.cuda.Event]:
