@@ -60,7 +60,8 @@ def as_settled() -> None:
     stack.enter_context(_norms_of_unknown_rows())
     stack.enter_context(_without("_plans"))
     stack.enter_context(_arrays_of_names_stay())
-    stack.enter_context(_sizes_of_layers_stay())
+    stack.enter_context(_integers_of_modules_stay())
+    stack.enter_context(_symbols_are_found())
     _open.append(stack)
     if _unset not in callback.callback_handler.end_callbacks:
         callback.on_compile_end(_unset)
@@ -141,12 +142,13 @@ def _arrays_of_names_stay() -> Any:
 
 
 @contextlib.contextmanager
-def _sizes_of_layers_stay() -> Any:
-    """Integers of layers of torch and of this library, such as kernel sizes, are constants that calls guard. As symbols
-    they take a third of the time to trace a network. Those of other modules may count calls, and are symbols."""
+def _integers_of_modules_stay() -> Any:
+    """Integers below a module, such as kernel sizes, are constants that calls guard. As symbols they take a third of
+    the time to trace a network. Those of a client's module that have changed, such as a count of calls, are symbols."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import builder
 
-    #: by the source of a module: whether its class is of a library
+    #: by the source of a module: whether its class is of torch or of this library
     modules: dict[str, bool] = {}
     kind: Any = builder.VariableBuilder
     wrap, is_constant = kind.wrap_module, builder.is_int_specialization_case
@@ -159,7 +161,13 @@ def _sizes_of_layers_stay() -> Any:
         owner = source.name
         while owner and owner not in modules:
             owner = owner[: max(owner.rfind("."), owner.rfind("["), 0)]
-        return modules.get(owner, False) or is_constant(value, source)
+        if modules.get(owner, False) or is_constant(value, source):
+            return True
+        if not owner:
+            return False
+        seen = builder.FrameStateSizeEntry.make_scalar(value)
+        given: Any = InstructionTranslator.current_tx(), source.name, seen
+        return builder.process_automatic_dynamic(*given, is_unspecialized_nn_module=True).scalar == value
 
     kind.wrap_module = wrap_module
     builder.is_int_specialization_case = is_constant_here
@@ -168,6 +176,33 @@ def _sizes_of_layers_stay() -> Any:
     finally:
         kind.wrap_module = wrap
         builder.is_int_specialization_case = is_constant
+
+
+@contextlib.contextmanager
+def _symbols_are_found() -> Any:
+    """Whether a list holds a constant is asked of its symbols, too. Dynamo takes ``3 in [n]`` for False."""
+    from torch._dynamo import utils
+    from torch._dynamo.variables import lists
+
+    contains = utils.iter_contains
+
+    def known(item: Any) -> Any:
+        item = item.realize()
+        if isinstance(item, lists.BaseListVariable):
+            return item.clone(items=[known(i) for i in item.items])
+        return utils.specialize_symnode(item)
+
+    def contains_known(items: Any, search: Any, *more: Any, **options: Any) -> Any:
+        return contains(map(known, items) if search.is_python_constant() else items, search, *more, **options)
+
+    rooms: Any = (utils, lists)
+    for room in rooms:
+        room.iter_contains = contains_known
+    try:
+        yield
+    finally:
+        for room in rooms:
+            room.iter_contains = contains
 
 
 def _batch_norm(

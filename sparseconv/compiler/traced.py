@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,6 +35,14 @@ def begin_program() -> None:
     list(of_all._global_forward_hooks), list(of_all._global_forward_pre_hooks)
     list(of_all._global_backward_hooks), list(of_all._global_backward_pre_hooks)
     while_tracing()
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """Rows whose number of columns the trace knows: a program is for as many axes, or channels, as its first scene had.
+    All sizes are symbols to begin with."""
+    for size in x.shape[1:]:
+        index(size)  # what torch.compile takes for a question about its value
+    return x
 
 
 class TracedGrid(VoxelGrid):
@@ -95,6 +104,7 @@ class TracedGrid(VoxelGrid):
     def _be(
         self, made: torch.Tensor, coords: torch.Tensor, items: int, base: VoxelGrid | None, scale: Floats | None
     ) -> None:
+        settled(coords)
         self.handle, self.coords, self.batch_size = made, coords, items
         self.base, self.scale, self.made_by = base, scale, None
 
@@ -183,18 +193,18 @@ class TracedGrid(VoxelGrid):
 
     def dense(self, features: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """(B, C, *shape) over the box from ``start`` on."""
-        return _ops.to_dense(self.handle, features, self.batch_size, start, shape)
+        return _ops.to_dense(self.handle, settled(features), self.batch_size, start, shape)
 
     def pooled(self, x: torch.Tensor, how: str) -> torch.Tensor:
         """Features (N, C) -> (B, C), pooled over each item: "sum", "average" or "max"."""
         if how == "max" and not exporting():
-            return _ops.max_items(self.handle, x, self.batch_size)[0]
-        return _ops.pool_items(self.handle, x, self.batch_size, how)
+            return _ops.max_items(self.handle, settled(x), self.batch_size)[0]
+        return _ops.pool_items(self.handle, settled(x), self.batch_size, how)
 
     def standardised(self, x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
         """`ops.items.standardised`."""
         if exporting():
-            return _ops.standardise_items(self.handle, x, groups, eps)
+            return _ops.standardise_items(self.handle, settled(x), groups, eps)
         items, each = self.batch_size, x.shape[1] // groups
         ones = torch.ones((x.shape[0], 1), dtype=x.dtype, device=x.device)
         terms = (_ops.pool_items(self.handle, ones, items, "sum") * each).clamp_min(1)
@@ -380,15 +390,15 @@ class TracedPlan:
 
     def pooled(self, x: torch.Tensor, how: str) -> torch.Tensor:
         """`ops.sum_pool` or `ops.avg_pool`: "sum", "average", "average_of_taps"."""
-        return _ops.pool(self.handle, x, self.target.coords, how)
+        return _ops.pool(self.handle, settled(x), self.target.coords, how)
 
     def max_pooled(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`ops.max_pool`."""
-        return _ops.max_pool(self.handle, x, self.target.coords)
+        return _ops.max_pool(self.handle, settled(x), self.target.coords)
 
     def max_unpooled(self, x: torch.Tensor, winners: torch.Tensor) -> torch.Tensor:
         """`ops.max_unpool`."""
-        return _ops.max_unpool(self.handle, x, winners, self.target.coords)
+        return _ops.max_unpool(self.handle, settled(x), winners, self.target.coords)
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, TracedPlan]:
         return x, self

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import sparseconv as sc
 import sparseconv.interop.flex_gemm as flex_gemm
 import sparseconv.interop.minkowski as ME
 import sparseconv.interop.spconv.pytorch as spconv
@@ -242,6 +243,54 @@ def test_minkowski_merges_points_before_the_program():
             return super().forward(ME.SparseTensor(f, c))
 
     compare(Net(), lambda call, f, c: call(torch.cat([f, f[:9]]), torch.cat([c, c[:9]])))
+
+
+class Pooled(torch.nn.Module):
+    """Pools before any layer that has weights, of as many channels as no coordinates have columns."""
+
+    def __init__(self, face):
+        super().__init__()
+        self.face, self.head = face, torch.nn.Linear(4, 3)
+        self.pool = {
+            "nn": lambda: nn.MaxPool(2),
+            "spconv": lambda: spconv.SparseMaxPool3d(2, 2),
+            "minkowski": lambda: ME.MinkowskiMaxPooling(kernel_size=2, stride=2, dimension=3),
+        }[face]()
+
+    def forward(self, x):
+        x = self.pool(x)
+        return self.head(x.F if self.face == "minkowski" else x.features)
+
+
+@pytest.mark.parametrize("face", ["nn", "spconv", "minkowski"])
+def test_networks_that_begin_with_a_pool(face):
+    make = {
+        "nn": lambda call, f, c: call(sc.SparseTensor(sc.VoxelGrid(c, 2), f)),
+        "spconv": lambda call, f, c: call(spconv.SparseConvTensor(f, c, [16, 16, 16], 2)),
+        "minkowski": tensor_of_minkowski,
+    }[face]
+    compare(Pooled(face), make)
+
+
+class Strided(torch.nn.Module):
+    """MinkowskiEngine's: strided layers that begin a network, beside one another, and a way back to the input."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode, make = mode, {"stride": 2, "dimension": 3}
+        self.a, self.b = (ME.MinkowskiConvolution(4, 8, kernel_size=k, **make) for k in (2, 3))
+        self.up = ME.MinkowskiConvolutionTranspose(8, 4, kernel_size=2, **make)
+
+    def forward(self, x):
+        if self.mode == "sum":
+            return (self.a(x) + self.b(x)).F
+        y = self.up(self.a(x))
+        return (y + x).F if self.mode == "skip" else ME.cat(y, x).F
+
+
+@pytest.mark.parametrize("mode", ["sum", "skip", "cat"])
+def test_minkowski_networks_that_begin_with_a_stride(mode):
+    compare(Strided(mode), tensor_of_minkowski)
 
 
 class OfTorchsparse(torch.nn.Module):

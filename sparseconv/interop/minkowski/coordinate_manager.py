@@ -512,7 +512,27 @@ class CoordinateManager:
         if 0 in fine.stride:
             raise ValueError("the voxels of whole batch items have no neighbors: a kernel of one tap alone fits them")
         unit = common_unit([fine.unit, coarse.unit])
-        window = kernel.window(tuple(t // u for t, u in zip(fine.stride, unit)))
+        return self._plan(ends, unit, kernel.window(tuple(t // u for t, u in zip(fine.stride, unit))), transposed)
+
+    def cells_plan(
+        self, in_key: CoordinateMapKey, out_key: CoordinateMapKey, transposed: bool = False
+    ) -> ConvolutionPlan | None:
+        """The plan from voxels to the coarser ones that hold them, or back; None where a coarse voxel has so many that
+        `groups` serve better."""
+        ends = (out_key, in_key) if transposed else (in_key, out_key)
+        fine, coarse = (self.find(key) for key in ends)
+        unit = common_unit([fine.unit, coarse.unit])
+        factors = tuple(t // u for t, u in zip(backwards(coarse.stride), unit))
+        if 0 in coarse.stride or (math.prod(factors) > FEW_TAPS and not tracing()):
+            return None
+        zeros, ones = (0,) * self.D, (1,) * self.D
+        return self._plan(ends, unit, {"kernel_size": factors, "dilation": ones, "padding": zeros}, transposed)
+
+    def _plan(
+        self, ends: Sequence[CoordinateMapKey], unit: Ints, window: dict[str, Any], back: bool
+    ) -> ConvolutionPlan:
+        """The plan of a window from fine voxels to coarse ones, or ``back``."""
+        fine, coarse = (self.find(key) for key in ends)
         key = self._plan_key(ends[0].key, ends[1].key, window)
         plan = self._plans.get(key)
         if plan is None:
@@ -521,12 +541,12 @@ class CoordinateManager:
             grid = fine.at(unit, items)
             plan = _kind(grid)(grid, stride=steps, target=coarse.at(coarse.unit, items), **window)
             self._plans[key] = plan
-        if not transposed:
+        if not back:
             return plan
-        back = self._plans.get((key, "back"))
-        if back is None:
-            back = self._plans[key, "back"] = plan.transpose()
-        return back
+        reverse = self._plans.get((key, "back"))
+        if reverse is None:
+            reverse = self._plans[key, "back"] = plan.transpose()
+        return reverse
 
     def _items(self, *maps: CoordinateMap) -> int:
         """The number of batch items of several sets."""

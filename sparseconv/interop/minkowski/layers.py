@@ -29,6 +29,7 @@ from sparseconv.interop.minkowski.sparse_tensor import (
 from sparseconv.ops.neighborhood import depthwise_convolution
 from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.ops.pooling import avg_pool, max_pool, sum_pool
+from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.transforms import tracing
 
 #: coordinates that a layer is given for its output: (M, 1+D), a key of the same manager, or a tensor with one
@@ -218,7 +219,7 @@ class MinkowskiConvolutionBase(MinkowskiModuleBase):
         manager, key = self._output(input, coordinates, transposed, kernel.expand_coordinates)
         taps = self.kernel[None] if self.use_mm else self.kernel
         bias = None if self.bias is None else self.bias.reshape(-1)
-        return input.placed(manager.plan(input.key, key, kernel, transposed).execute(input.F, taps, bias), key)
+        return input.placed(manager.plan(input.key, key, kernel, transposed).execute(input.F, taps, bias), key, manager)
 
     def __repr__(self) -> str:
         kernel = self.kernel_generator
@@ -293,7 +294,7 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
             return transforms.eagerly(self.forward, input, coords)
         manager, key = self._output(input, coords)
         out = depthwise_convolution(input.F, self.kernel, manager.plan(input.key, key, self.kernel_generator))
-        return input.placed(out if self.bias is None else out + self.bias.to(out.dtype), key)
+        return input.placed(out if self.bias is None else out + self.bias.to(out.dtype), key, manager)
 
     def __repr__(self) -> str:
         kernel = self.kernel_generator
@@ -322,11 +323,15 @@ def _pool(
     transposed: bool,
 ) -> torch.Tensor:
     """Pool over a kernel; over the cells of the coarser tensor stride, where kernel size and stride are equal."""
+    plan: ConvolutionPlan | None
     if kernel.kernel_size == kernel.kernel_stride:
+        plan = manager.cells_plan(in_key, out_key, transposed)
+    else:
+        plan = manager.plan(in_key, out_key, kernel, transposed)
+    if plan is None:
         if transposed:
             return manager.groups(out_key, in_key).spread(features)
         return manager.groups(in_key, out_key).reduce(features, _how(mode))
-    plan = manager.plan(in_key, out_key, kernel, transposed)
     if transposed or mode is PoolingMode.LOCAL_SUM_POOLING:
         return sum_pool(features, plan)
     return avg_pool(features, plan) if mode is PoolingMode.LOCAL_AVG_POOLING else max_pool(features, plan)[0]
@@ -388,7 +393,9 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
     def forward(self, input: SparseTensor, coordinates: Place | None = None) -> SparseTensor:
         kernel, transposed = self.kernel_generator, self.is_transpose
         manager, key = self._output(input, coordinates, transposed, transposed and kernel.expand_coordinates)
-        return input.placed(_pool(input.F, self.pooling_mode, kernel, input.key, key, manager, transposed), key)
+        return input.placed(
+            _pool(input.F, self.pooling_mode, kernel, input.key, key, manager, transposed), key, manager
+        )
 
     def __repr__(self) -> str:
         kernel = self.kernel_generator
@@ -471,7 +478,7 @@ class MinkowskiGlobalPooling(MinkowskiModuleBase):
 
     def forward(self, input: SparseTensor | TensorField, coordinates: Any = None) -> SparseTensor:
         features, manager = features_of(input), input.coordinate_manager
-        return input.placed(_global(features, self.pooling_mode, input.key, manager), manager.origin())
+        return input.placed(_global(features, self.pooling_mode, input.key, manager), manager.origin(), manager)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(mode={self.pooling_mode})"
@@ -545,8 +552,9 @@ class MinkowskiPruning(MinkowskiModuleBase):
     def forward(self, input: SparseTensor, mask: torch.Tensor) -> SparseTensor:
         """A `SparseTensor` and mask (N,) bool on its device -> the voxels that stay."""
         check_input(input, None)
-        kept = input.coordinate_manager.prune(input.key, mask)  # which says what is wrong with a mask
-        return input.placed(input.F[mask], kept)
+        manager = input.coordinate_manager
+        kept = manager.prune(input.key, mask)  # which says what is wrong with a mask
+        return input.placed(input.F[mask], kept, manager)
 
 
 class MinkowskiUnionFunction:
@@ -579,11 +587,11 @@ class MinkowskiUnion(MinkowskiModuleBase):
         if len(inputs) < 2 or not all(isinstance(x, SparseTensor) for x in inputs):
             raise ValueError(f"a union takes two SparseTensors or more; got {[type(x).__name__ for x in inputs]}")
         manager = inputs[0].coordinate_manager
-        if any(x.coordinate_manager is not manager for x in inputs):
+        if not all(same(x.coordinate_manager, manager) for x in inputs):
             raise ValueError("the tensors of a union must share one coordinate manager")
         key = CoordinateMapKey(manager.D + 1)
         out = MinkowskiUnionFunction.apply([x.key for x in inputs], key, manager, *(x.F for x in inputs))
-        return inputs[0].placed(out, key)
+        return inputs[0].placed(out, key, manager)
 
 
 class MinkowskiInterpolationFunction:

@@ -105,9 +105,12 @@ class Tensor:
         """Other features at the same coordinates."""
         raise NotImplementedError
 
-    def placed(self, features: torch.Tensor, key: CoordinateMapKey) -> SparseTensor:
-        """Features of the voxels of another key of this manager."""
-        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=self._manager)
+    def placed(
+        self, features: torch.Tensor, key: CoordinateMapKey, manager: CoordinateManager | None = None
+    ) -> SparseTensor:
+        """Features of the voxels of another key of this manager; while torch traces, of the one that the key is in."""
+        there = self._manager if manager is None else manager
+        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=there)
 
     def _read_coordinates(self) -> torch.Tensor:
         raise NotImplementedError
