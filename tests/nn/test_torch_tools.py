@@ -61,7 +61,9 @@ def _fresh():
 @pytest.mark.parametrize(
     ("make", "ready"),
     [
-        pytest.param(make, ready, marks=pytest.mark.slow if ready and name != "unet" else (), id=f"{name}-{ready=}")
+        pytest.param(
+            make, ready, marks=pytest.mark.slow if ready == (name != "submanifold") else (), id=f"{name}-{ready=}"
+        )
         for name, make in {"submanifold": small, "pools": Pools, "unet": lambda: nn.UNet(4, 3, channels=(4, 6))}.items()
         for ready in (True, False)
     ],
@@ -94,7 +96,13 @@ def test_compiled_once_for_every_scene():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [Pools, lambda: nn.UNet(4, 3, channels=(4, 6))], ids=["pools", "unet"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Pools, id="pools"),
+        pytest.param(lambda: nn.UNet(4, 3, channels=(4, 6)), id="unet", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_by_inductor_for_every_scene(make, device):
     """Its own code has to find every number of rows: in the first scene they are constants, in others symbols."""
     if make is Pools and torch.__version__ < "2.13":

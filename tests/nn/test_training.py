@@ -151,7 +151,7 @@ def test_converting_norms_keeps_parameters_and_keys():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: MinkUNet(4, 3, variant="14", planes=(4,) * 8, init_channels=4),
+        pytest.param(lambda: MinkUNet(4, 3, variant="14", planes=(4,) * 8, init_channels=4), marks=pytest.mark.slow),
         lambda: SecondEncoder(4, (41, 12, 12)),
         pytest.param(lambda: SpUNet(4, 3, base_channels=4, channels=(4,) * 4, layers=(1,) * 4), marks=pytest.mark.slow),
         pytest.param(
