@@ -57,7 +57,7 @@ def test_each_block_knows_the_sizes_of_the_whole_scene_s_maps(name, cuts, monkey
     torch.manual_seed(0)
     net, x = NETWORKS[name]().eval(), scene()
     monkeypatch.setattr(Backend, "steady_rows", lambda self, request: math.inf)
-    forced(monkeypatch, cuts, 100)
+    forced(monkeypatch, cuts, 200)
     want = [sizes for sizes, _ in watched(monkeypatch, lambda: net(x))]
     got = watched(monkeypatch, lambda: sc.stream(net, x, 10**9))[2 * len(want) :]  # behind two samples
     assert len(got) > len(want)

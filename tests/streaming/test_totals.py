@@ -39,7 +39,7 @@ def test_norms_of_all_rows(name, cuts, monkeypatch):
     torch.manual_seed(0)
     net, x = block(NORMS[name]).double(), scene(dtype=torch.float64)
     other = copy.deepcopy(net)
-    forced(monkeypatch, cuts, 100)
+    forced(monkeypatch, cuts, 200)
     with torch.no_grad():
         for _ in range(2):
             want, got = net(x), sc.stream(other, x, 10**9)
@@ -53,7 +53,7 @@ def test_pools_of_items(pool, monkeypatch):
     torch.manual_seed(0)
     net = nn.Sequential(nn.SubmanifoldConv(4, 8, 3), pool(), torch.nn.Linear(8, 3)).double().eval()
     x = scene(batch=3, dtype=torch.float64)
-    forced(monkeypatch, 0, 100)
+    forced(monkeypatch, 0, 200)
     with torch.no_grad():
         want, got = net(x), sc.stream(net, x, 10**9)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -63,7 +63,7 @@ def test_a_value_of_the_scene_meets_rows(monkeypatch):
     torch.manual_seed(0)
     net = nn.Sequential(nn.SubmanifoldConv(4, 8, 3), Squeeze(8), nn.SubmanifoldConv(8, 3, 3)).double().eval()
     x = scene(dtype=torch.float64)
-    forced(monkeypatch, 0, 100)
+    forced(monkeypatch, 0, 200)
     with torch.no_grad():
         torch.testing.assert_close(sc.stream(net, x, 10**9).features, net(x).features, rtol=1e-12, atol=1e-12)
 
@@ -73,7 +73,7 @@ def test_a_dense_array(monkeypatch):
     x = scene()
     low = x.grid.extent
     net = nn.Sequential(nn.SubmanifoldConv(4, 3, 3), nn.ToDense(low)).eval()
-    forced(monkeypatch, 0, 100)
+    forced(monkeypatch, 0, 200)
     with torch.no_grad():
         assert torch.equal(sc.stream(net, x, 10**9), net(x))
 
@@ -82,7 +82,7 @@ def test_running_statistics_move_once_and_not_at_all_where_a_run_fails(monkeypat
     torch.manual_seed(0)
     net, x = block(nn.BatchNorm), scene()
     before = copy.deepcopy(net.state_dict())
-    forced(monkeypatch, 0, 100)
+    forced(monkeypatch, 0, 200)
 
     def fail(done: int, total: int) -> None:
         raise RuntimeError("stop")
@@ -110,7 +110,7 @@ def test_running_statistics_move_in_the_network_s_order_and_without_a_result(cut
     torch.manual_seed(0)
     net, x = Shared(4).double(), scene(dtype=torch.float64)
     other = copy.deepcopy(net)
-    forced(monkeypatch, cuts, 100)
+    forced(monkeypatch, cuts, 200)
     net(x).features.sum().backward()
     sc.stream(other, x, 10**9).features.sum().backward()
     for (key, a), b in zip(net.state_dict().items(), other.state_dict().values()):
