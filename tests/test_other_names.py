@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 import re
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.other_names import ARGUMENTS, ATTRIBUTES, MODULES
+from tests.forked import printed
 
 GRID = sc.VoxelGrid(torch.tensor([[0, 1, 2], [0, 1, 3]]))
 TENSOR = sc.SparseTensor(GRID, torch.zeros(2, 3))
@@ -202,7 +201,7 @@ for name in [*names, *(name.replace("{library}", ours.__name__, 1) for name in n
 ours.uninstall()
 assert not [name for name in sys.modules if name.split(".")[0] == "{library}"]
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed("-c", code)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 from sparseconv.gpu.precompile import MANIFEST, Gpu, find_step, pack, unpack
+from tests.forked import printed
 
 HERE = Gpu("a GPU", (9, 0), 132)
 KERNEL = "A" * 52
@@ -184,11 +185,7 @@ def compiled(cache: Path) -> list[bool]:
     """Whether a process of its own found its kernel in a cache."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables["TRITON_CACHE_DIR"] = str(cache)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=variables, check=False, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[bool] = json.loads(done.stdout.splitlines()[-1])
+    found: list[bool] = json.loads(printed("-c", SCRIPT, env=variables).splitlines()[-1])
     return found
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import sparseconv
+from tests.forked import printed
 
 ROOT = Path(sparseconv.__file__).parent
 SOURCE = (ROOT / "torch_private.py").read_text()
@@ -98,9 +98,7 @@ HIDDEN += ["sys.modules torch.utils._pytree", "sys.modules torch.utils._python_d
 )
 def test_a_plan_and_a_network_run_without_them(missing):
     assert len(NAMES) > 15
-    done = subprocess.run([sys.executable, "-c", SCRIPT, "", *missing], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (_, want), *found = (line.split(" = ", 1) for line in done.stdout.splitlines())
+    (_, want), *found = (line.split(" = ", 1) for line in printed("-c", SCRIPT, "", *missing).splitlines())
     assert len(found) == len(missing)
     for names, said in found:
         assert said.startswith("["), f"without torch.{names}: {said}"

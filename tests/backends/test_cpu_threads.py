@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 import weakref
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 import torch
 
 import sparseconv as sc
 from sparseconv.backends.llvm_implicit_gemm import backend as engine
+from tests.forked import printed
 
 BACKENDS = ("llvm_implicit_gemm", "numpy_gather_scatter")
-
-
-def answer(code: str, timeout: int = 280) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_a_task_holds_its_operands_where_even_the_wait_is_interrupted(monkeypatch):
@@ -105,7 +91,7 @@ INTERRUPTED = """
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("hits", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_interrupts_in_a_forked_child_leave_no_writer_behind(backend, hits):
-    bad, met, same = answer(INTERRUPTED.format(backend=backend, hits=hits)).split()
+    bad, met, same = printed("-c", textwrap.dedent(INTERRUPTED.format(backend=backend, hits=hits))).split()
     assert (bad, same) == ("0", "True")
     assert int(met) >= hits // 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from sparseconv.llvm import object_cache, target
 from sparseconv.llvm.target import Target, host
 from tests.backends.test_gather_scatter import plain, random_map
 from tests.cpus import CPUS
+from tests.forked import printed
 
 SECONDS = 2.0  # of compiling before a first call is answered
 WIDTHS = (1, 3, 7, 8, 9, 17, 31, 33, 63, 65, 127, 129, 1000)
@@ -173,16 +173,7 @@ print(len(made), float(y.sum()))
 def child(prelude: str = "", **environment: str) -> list[str]:
     """How many functions a process compiled, and what it computed."""
     clean = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "SPARSECONV_CACHE_DIR")}
-    done = subprocess.run(
-        [sys.executable, "-c", prelude + CHILD],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**clean, **environment},
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return printed("-c", prelude + CHILD, folder=Path(__file__).parents[2], env={**clean, **environment}).split()
 
 
 def test_a_second_process_compiles_nothing(tmp_path):

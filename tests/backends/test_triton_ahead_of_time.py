@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
+
+from tests.forked import printed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 #: bytes of shared memory that one block may take
@@ -28,10 +28,8 @@ STACK, STACK_BEFORE = 16, 112
 
 def compiled(arch: int | str, *more: str) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.backends.aot", str(arch), *more]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    said = printed("-m", "tests.backends.aot", arch, *more, env=environment)
+    return [json.loads(line) for line in said.splitlines()]
 
 
 def check(arch: int, kernels: list[dict]) -> None:

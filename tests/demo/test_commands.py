@@ -19,6 +19,8 @@ pytest.importorskip("nilearn")
 from typer.testing import CliRunner  # noqa: E402
 
 from sparseconv.cli import app  # noqa: E402
+from tests import forked  # noqa: E402
+from tests.forked import printed  # noqa: E402
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ROOT = Path(__file__).parents[2]
@@ -61,9 +63,7 @@ def test_help_needs_no_torch(asked):
 def test_info_names_versions_and_every_backend():
     from sparseconv.backends.registry import BACKENDS
 
-    process = outside("info")
-    said, complaints = process.communicate(timeout=120)
-    assert process.returncode == 0, complaints
+    said = printed("-m", "sparseconv", "info")
     for word in ("sparseconv", "python", "torch", "numpy", "triton", "cupy", *BACKENDS):
         assert word in said
     assert "chosen" in said
@@ -140,29 +140,27 @@ def test_refusals_are_one_sentence(tmp_path, monkeypatch, arguments, sentence):
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_the_extra_one_sentence_names_it(package):
     code = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = ['demo']; "
-    process = outside(code=code + "from sparseconv.__main__ import main; main()")
-    said, complaint = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert said == ""
-    assert f"needs {package}: pip install 'sparseconv[cli]'" in complaint.splitlines()[0]
-    assert "sparseconv info" in complaint.splitlines()[1]
+    done = forked.run("-c", code + "from sparseconv.__main__ import main; main()")
+    assert (done.returncode, done.stdout) == (1, "")
+    first, second, *_ = done.stderr.splitlines()
+    assert f"needs {package}: pip install 'sparseconv[cli]'" in first
+    assert "sparseconv info" in second
 
 
 def test_without_the_extra_there_is_help():
     code = "import sys; sys.modules['typer'] = None; sys.argv[1:] = ['--help']; "
-    process = outside(code=code + "from sparseconv.__main__ import main; main()")
-    said, complaint = process.communicate(timeout=120)
-    assert (process.returncode, complaint) == (0, "")
-    assert "pip install 'sparseconv[cli]': demo, bench, convert, compile, export" in said
+    done = forked.run("-c", code + "from sparseconv.__main__ import main; main()")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "pip install 'sparseconv[cli]': demo, bench, convert, compile, export" in done.stdout
 
 
 @pytest.mark.parametrize("asked", ["info", "--version"])
 def test_a_bare_installation_says_what_a_bug_report_needs(asked):
     """Without typer, rich, or any other package of an extra."""
     code = f"import sys; sys.modules.update(typer=None, rich=None, click=None); sys.argv[1:] = [{asked!r}]; "
-    process = outside(code=code + "from sparseconv.__main__ import main; main()")
-    said, complaint = process.communicate(timeout=120)
-    assert (process.returncode, complaint) == (0, "")
+    done = forked.run("-c", code + "from sparseconv.__main__ import main; main()")
+    said = done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
     assert "sparseconv" in said
     assert "0.1.0" in said
     assert ("backends for a plan on cpu" in said) == (asked == "info")

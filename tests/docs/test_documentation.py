@@ -6,8 +6,6 @@ import doctest
 import inspect
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +26,7 @@ SHOWN = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: a reader's environment has no interpreter of Triton, which the tests may have
 READER = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+PROCESS = READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def name(page: Path) -> str:
@@ -43,7 +42,7 @@ def cache(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
     """A process whose forks run pages: importing torch takes longer than most of them."""
-    found = Forks(READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    found = Forks(PROCESS, "torch, sparseconv")
     yield found
     found.close()
 
@@ -68,23 +67,14 @@ assert "pt_gloo_runloop" not in threads, threads
 
 
 def run(page: Path, tmp_path: Path, cache: Path, forks: Forks) -> str:
-    """What a page prints. From a file, since Triton reads the source of its functions; where a page says torchrun, in
-    two processes."""
+    """What a page prints. From a file, since Triton reads the source of its functions; where a page says torchrun, as
+    two ranks."""
     text = page.read_text()
     program = tmp_path / f"{page.stem}_page.py"
     ranks = "torchrun" in text
     program.write_text("\n".join([*BLOCK.findall(text), *([GROUP_IS_GONE] if ranks else [])]))
-    if not ranks:
-        done = forks.run(program, tmp_path, {"SPARSECONV_CACHE_DIR": str(cache)})
-    else:
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPARSECONV_CACHE_DIR": str(cache)},
-            check=False,
-        )
+    env = PROCESS | {"SPARSECONV_CACHE_DIR": str(cache)}
+    done = forks.run(program, folder=tmp_path, env=env, ranks=2 if ranks else 1)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -6,10 +6,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import printed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "extending.md"
@@ -66,9 +67,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_additions_behave_as_the_page_says(extended: Path) -> None:
     program = "import sparseconv\n" + "\n".join(BEHAVES.values()) + "\nprint(sparseconv.__file__)"
     here = os.environ | {"PYTHONPATH": str(extended), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=extended, env=here, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [str(extended / "sparseconv" / "__init__.py")]
+    assert printed("-c", program, folder=extended, env=here).split() == [str(extended / "sparseconv" / "__init__.py")]
 
 
 def test_the_package_does_not_do_it_already() -> None:
@@ -81,8 +80,7 @@ for name, code in {BEHAVES!r}.items():
         continue
     raise SystemExit(f"the package has {{name}} without the diff")
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=here, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed("-c", program, folder=ROOT, env=here)
 
 
 def test_a_backend_is_one_file_and_one_line() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 
 from tests.backends.test_triton_ahead_of_time import PLAIN
+from tests.forked import printed
 
 pytest.importorskip("triton")
 
@@ -106,10 +105,8 @@ SHARES = 3
 
 def compile_for(arch: int | str, share: int = 0, shares: int = 1, more: bool = True) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", f"ARCH, SHARE, SHARES, MORE = {arch!r}, {share}, {shares}, {more}\n{SCRIPT}"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) >= 34 // shares
+    program = f"ARCH, SHARE, SHARES, MORE = {arch!r}, {share}, {shares}, {more}\n{SCRIPT}"
+    assert int(printed("-c", program, env=environment)) >= 34 // shares
 
 
 def known_to_spill(arch: int) -> Any:

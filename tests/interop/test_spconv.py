@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import weakref
 from collections import OrderedDict
 
@@ -20,6 +18,7 @@ import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
 from sparseconv.plan import PlanSet
+from tests.forked import printed
 from tests.interop.scenes import scene
 
 
@@ -593,8 +592,7 @@ assert "spconv" not in sys.modules and "spconv.pytorch" not in sys.modules
 
 
 def test_install_serves_the_name_spconv():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed("-c", PROGRAM)
 
 
 def test_install_refuses_to_hide_a_library_that_is_in_use():
@@ -602,9 +600,7 @@ def test_install_refuses_to_hide_a_library_that_is_in_use():
     program += "import sparseconv.interop.spconv as c\ntry: c.install()\nexcept RuntimeError as e: print(e)\n"
     program += "c.install(force=True)\nimport spconv; assert spconv is c\n"
     program += "c.uninstall()\nassert sys.modules['spconv'].__name__ == 'spconv'"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "imported already" in done.stdout
+    assert "imported already" in printed("-c", program)
 
 
 @pytest.mark.parametrize("how", ["data", "numpy"])

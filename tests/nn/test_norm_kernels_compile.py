@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.backends.test_triton_ahead_of_time import PLAIN
+from tests.forked import printed
 
 SCRIPT = """
 import torch, triton
@@ -64,7 +63,5 @@ print(done)
 def test_kernels_compile_whole_and_read_16_bytes_at_once(archs, forms):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = f"ARCHS, FORMS = {archs}, {forms}\n{SCRIPT}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(6 * forms * len(archs))
+    said = printed("-c", f"ARCHS, FORMS = {archs}, {forms}\n{SCRIPT}", env=environment)
+    assert said.strip() == str(6 * forms * len(archs))

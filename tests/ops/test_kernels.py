@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ triton = pytest.importorskip("triton")
 from sparseconv.gpu.launcher import INTERPRETED  # noqa: E402
 from sparseconv.ops.gpu.curves import codes  # noqa: E402
 from sparseconv.ops.gpu.pooling import chosen_sum, largest  # noqa: E402
+from tests.forked import printed  # noqa: E402
 
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("Triton was imported before its interpreter was asked for", allow_module_level=True)
@@ -140,7 +139,5 @@ print(len(jobs) * len(ARCHS))
 )
 def test_kernels_compile(archs, forms):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = f"ARCHS, FORMS = {archs}, {forms}\n{SCRIPT}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(5 * forms * len(archs))
+    said = printed("-c", f"ARCHS, FORMS = {archs}, {forms}\n{SCRIPT}", env=environment)
+    assert said.strip() == str(5 * forms * len(archs))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -18,6 +16,7 @@ from sparseconv.pointwise import Config, StridedBuffer, pointwise_dynamic
 from sparseconv.pointwise.operations import arithmetic as arith
 from sparseconv.pointwise.operations import batch, gated, seeded
 from tests.backends.test_triton_ahead_of_time import PLAIN
+from tests.forked import printed
 from tests.pointwise.cases import DEVICE, TOLERANCE, UNARY, Unary, assert_close, by_kernel, needs_kernels
 from tests.pointwise.test_layout import tensors
 
@@ -329,9 +328,7 @@ def test_addresses_beyond_32_bits_are_computed_in_64():
 def _compile_ahead(names: list[str], tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"SPARSECONV_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    command = [sys.executable, "-m", "tests.pointwise.compile_ahead", *names]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed("-m", "tests.pointwise.compile_ahead", *names, folder=Path(__file__).parents[2], env=environment)
 
 
 def test_kernels_compile_ahead_of_time(tmp_path):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.backends.test_triton_ahead_of_time import PLAIN
+from tests.forked import printed
 from tests.products.cases import PRODUCT_NAMES
 
 EVERY = [pytest.param(str(arch), PRODUCT_NAMES, marks=pytest.mark.slow) for arch in (*PLAIN, 80, 86, 89, 90, 100, 120)]
@@ -20,8 +19,7 @@ def test_kernels_compile(arch, words, tmp_path):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.products.compile_ahead", *words, arch]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[0]) >= 5
-    assert done.stdout.strip().endswith(f"for {arch}")
+    root = Path(__file__).parents[2]
+    said = printed("-m", "tests.products.compile_ahead", *words, arch, folder=root, env=environment)
+    assert int(said.split()[0]) >= 5
+    assert said.strip().endswith(f"for {arch}")

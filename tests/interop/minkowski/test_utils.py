@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 
 import sparseconv.interop.minkowski as ME
 from sparseconv.interop.minkowski.utils import gradcheck
+from tests.forked import printed
 
 U = ME.utils
 
@@ -163,8 +161,7 @@ try:
 except ModuleNotFoundError:
     print("gone")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "gone\n"
+    assert printed("-c", code) == "gone\n"
 
 
 def test_submodules_without_an_installation():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +14,7 @@ from sparseconv.interop.spconv.pytorch import conv, functional, ops, pool
 from sparseconv.interop.spconv.pytorch.conv import SparseConvolution, SparseConvolutionBase
 from sparseconv.interop.spconv.pytorch.modules import RemoveDuplicate
 from tests import oracle
+from tests.forked import printed
 from tests.interop.scenes import scene
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -220,9 +218,9 @@ assert spconv.functional.indice_conv is indice_conv
 assert hashes.HashTable is HashTable and spatial.RemoveDuplicate is RemoveDuplicate
 ours.uninstall()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed("-c", code)
     first = "import sparseconv.interop.spconv.pytorch.hash as h, sparseconv.interop.spconv.hash as g; assert h is g"
-    subprocess.run([sys.executable, "-c", first], check=True)
+    printed("-c", first)
 
 
 def test_names_of_spconv_1_say_where_they_are_now():

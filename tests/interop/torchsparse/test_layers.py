@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import subprocess
-import sys
 import warnings
 from fractions import Fraction
 
@@ -22,6 +20,7 @@ from sparseconv.interop.torchsparse.nn import functional as F
 from sparseconv.interop.torchsparse.tensor import TensorCacheMode, set_tensor_cache_mode
 from sparseconv.interop.torchsparse.utils import sparse_collate_fn, sparse_quantize
 from tests import oracle
+from tests.forked import printed
 
 
 @pytest.fixture(autouse=True)
@@ -659,8 +658,7 @@ try:
 except ModuleNotFoundError:
     print("gone")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "gone\n"
+    assert printed("-c", code) == "gone\n"
 
 
 @pytest.mark.parametrize("how", ["data", "numpy"])
