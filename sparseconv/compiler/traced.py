@@ -201,6 +201,10 @@ class TracedGrid(VoxelGrid):
             return _ops.max_items(self.handle, settled(x), self.batch_size)[0]
         return _ops.pool_items(self.handle, settled(x), self.batch_size, how)
 
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Features of batch items (B, C) -> (N, C), each voxel those of its item."""
+        return _ops.spread_items(self.handle, settled(x), self.coords.shape[0])
+
     def standardised(self, x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
         """`ops.items.standardised`."""
         if exporting():

@@ -297,6 +297,33 @@ def test_minkowski_networks_that_begin_with_a_stride(mode):
     compare(Strided(mode), tensor_of_minkowski)
 
 
+class OverItems(torch.nn.Module):
+    """MinkowskiEngine's: what is reduced over whole batch items and given back to their voxels, between two layers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        make = {"dimension": 3}
+        self.kind, self.a = kind, ME.MinkowskiConvolution(4, 8, kernel_size=3, **make)
+        self.b = ME.MinkowskiConvolution(8, 8, kernel_size=2, stride=2, **make)
+        self.norm, self.all = ME.MinkowskiInstanceNorm(8), ME.MinkowskiBroadcastMultiplication()
+        self.pool = ME.MinkowskiGlobalMaxPooling() if kind == "max" else ME.MinkowskiGlobalAvgPooling()
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(self.norm(y) if self.kind == "norm" else self.all(y, self.pool(y))).F
+
+
+@pytest.mark.parametrize("kind", ["norm", "max", "mean"])
+def test_minkowski_layers_over_batch_items(kind):
+    def make(call, f, c):
+        c = torch.where(c[:, :1] * (torch.arange(4) == 0) == 1, c + 1, c)  # items 0 and 2: nothing lies in 1
+        return call(ME.SparseTensor(f, c.int()))
+
+    net = OverItems(kind)
+    compare(net, make)
+    assert "break" not in nn.explain(net)
+
+
 class OfTorchsparse(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -30,7 +30,7 @@ from sparseconv.interop.minkowski.common import (
     rank_of,
 )
 from sparseconv.ops.interpolation import Interpolation
-from sparseconv.ops.points import PointGroups
+from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.transforms import tracing
 
@@ -66,14 +66,33 @@ class _Rows:
     batch: torch.Tensor
     batch_size: int
 
-    @cached_property
-    def items(self) -> PointGroups:
+    @property
+    def items(self) -> PointGroups | TracedItems:
         """The rows of each batch item."""
+        return self._groups
+
+    @cached_property
+    def _groups(self) -> PointGroups:
         return PointGroups(self.batch, self.batch_size)
 
     def item_rows(self) -> list[torch.Tensor]:
         """The rows (N_b,) int64 of each batch item."""
-        return list(torch.argsort(self.batch, stable=True).split(self.items.counts.tolist()))
+        return list(torch.argsort(self.batch, stable=True).split(self._groups.counts.tolist()))
+
+
+class TracedItems:
+    """The voxels of each batch item while torch traces: what `PointGroups` does with them."""
+
+    def __init__(self, grid: TracedGrid) -> None:
+        self.grid, self.num_voxels = grid, grid.batch_size
+
+    def reduce(self, features: torch.Tensor, how: Reduce = "mean") -> torch.Tensor:
+        """The mean, sum or maximum of each item's voxels, (N, C) -> (B, C)."""
+        return self.grid.pooled(features, "average" if how == "mean" else how)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Each voxel takes the features of its item, (B, C) -> (N, C)."""
+        return self.grid.spread(x)
 
 
 class CoordinateMap(_Rows):
@@ -90,6 +109,10 @@ class CoordinateMap(_Rows):
     def __init__(self, grid: VoxelGrid, unit: Ints, stride: Ints) -> None:
         self.grid, self.unit, self.stride = grid, unit, stride
         self._others: dict[tuple[Ints, int], VoxelGrid] = {}
+
+    @property
+    def items(self) -> PointGroups | TracedItems:
+        return TracedItems(self.grid) if tracing() and isinstance(self.grid, TracedGrid) else self._groups
 
     @classmethod
     def of(cls, coords: torch.Tensor, stride: Ints) -> tuple[CoordinateMap, torch.Tensor, torch.Tensor]:
