@@ -241,6 +241,13 @@ _IMPORTED = re.compile(r"G\['__import_(\w+)'\]((?:\.\w+)*)")
 _BUILTIN = re.compile(r"G\['__builtins_dict__\w*'\]\['(\w+)'\]")
 
 
+def forget_values(guards: Sequence[Any]) -> None:
+    """Have Dynamo, which builds guards once more when it has asked which to keep, take other objects for their values:
+    of an array of NumPy it makes a new tensor each time, and would compare the two."""
+    for guard in guards:
+        guard.orig_guard.obj_weakref = None
+
+
 def global_of_guard(name: str) -> list[str] | None:
     """The module, and the names within it, of what one of Dynamo's guards is about; None if that is no global."""
     if found := _IMPORTED.match(name):

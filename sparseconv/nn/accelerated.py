@@ -14,7 +14,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn.captured_inference import CapturedInference
 from sparseconv.nn.geometry import LayerGeometry
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import errors_are_eager, global_of_guard
+from sparseconv.torch_private import errors_are_eager, forget_values, global_of_guard
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -204,6 +204,7 @@ def watched(guards: Sequence[Any]) -> list[bool]:
     Left out are those on functions and classes of this library, of torch and of Python, and on the geometry of layers,
     which cannot be assigned. For a U-Net they take longer than all others, those on its modules and on the arguments.
     """
+    forget_values(guards)
     geometries = tuple(g.name for g in guards if g.has_value and isinstance(g.value, LayerGeometry))
     return [not (guard.name.startswith(geometries) or _is_of_a_library(guard)) for guard in guards]
 

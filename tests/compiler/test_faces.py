@@ -15,6 +15,7 @@ import sparseconv.interop.spconv.pytorch as spconv
 import sparseconv.interop.torchsparse as torchsparse
 import sparseconv.interop.torchsparse.nn as spnn
 from sparseconv import nn
+from sparseconv.nn import accelerated
 
 SIZES = (300, 210, 320, 40, 305, 90)
 SHAPE = [13, 12, 11]
@@ -409,20 +410,23 @@ class OfBatches(OfSpconv):
         return batch
 
 
-def test_a_batch_with_names_of_frames_is_one_program():
+@pytest.mark.parametrize("options", [{}, {"guard_filter_fn": accelerated.watched}])
+def test_a_batch_with_arrays_of_numpy_is_one_program(options):
     net = OfBatches().double().eval()
     other = copy.deepcopy(net)
-    compiled = torch.compile(net, backend="sparseconv", options={"poison": True})
+    compiled = torch.compile(net, backend="sparseconv", options={"poison": True, **options})
     for number in range(3):
         batches = []
         for call in (compiled, other):
             features, coords = scene(number)
             frames = np.array([f"{number:06d}.{item}" for item in range(2)])
+            boxes = np.ones((2, 3 + number, 8))
             with torch.no_grad():
-                batches.append(call({"frame_id": frames, "features": features, "coords": coords}))
+                batches.append(call({"frame_id": frames, "features": features, "coords": coords, "boxes": boxes}))
         ours, theirs = batches
         assert list(ours) == list(theirs)
         assert ours["count"] == 2
+        assert ours["boxes"].tolist() == theirs["boxes"].tolist()
         assert ours["frame_id"].tolist() == [f"{number:06d}.0", f"{number:06d}.1"]
         torch.testing.assert_close(numbers(ours["found"]), numbers(theirs["found"]))
     assert nn.explain(net).count("program") == 1
