@@ -125,7 +125,7 @@ def test_points_to_voxels_and_dense_arrays(device):
 
 
 NETWORKS = {
-    "unet": lambda: nn.UNet(4, 6),
+    "unet": lambda: nn.UNet(4, 6, channels=(8, 12)),
     "pools": lambda: nn.Sequential(nn.MaxPool(2, stride=2), nn.AvgPool(3, stride=2)),
     "norms": lambda: nn.Sequential(nn.SubmanifoldConv(4, 8, 3), nn.LayerNorm(8), torch.nn.GELU(), nn.GlobalAvgPool()),
     "depthwise": lambda: nn.Sequential(nn.SubmanifoldConv(4, 4, 3, groups=4), torch.nn.SiLU(), nn.GlobalMaxPool()),

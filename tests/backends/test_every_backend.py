@@ -20,15 +20,12 @@ TWICE = named(
 )
 
 
-#: cases that Triton's interpreter takes longest for: on a CPU each runs in one dtype of 16 bits, the other is slow
-LONG = ("taps_125", "four_axes", "wide", "full", "generative_overlap")
-
-
 def everywhere() -> list:
-    """(case, backend, dtype, device)."""
+    """(case, backend, dtype, device). Triton's interpreter runs each case in one dtype of 16 bits, and the next case in
+    the other one: both are read and multiplied by the same lines. The rest is slow."""
     found = []
-    for case in CASES:
-        other = DTYPES[2 + LONG.index(str(case)) % 2] if str(case) in LONG else None
+    for number, case in enumerate(CASES):
+        other = DTYPES[2 + number % 2]
         for name in BACKENDS:
             for dtype in DTYPES:
                 slow = name == "triton_implicit_gemm" and dtype == other
