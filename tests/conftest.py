@@ -2,6 +2,7 @@
 is written, names of failures as they come, and Triton's interpreter where there is no GPU, which must be said before
 Triton is first imported."""
 
+import gc
 import os
 import sys
 
@@ -68,6 +69,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if not CPUS[name].runs_here():
         raise pytest.UsageError(f"--cpu {name}: this CPU cannot run its kernels; it has not all of {CPUS[name].needs}")
     hold(name)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: Python's garbage collector need not look through it again and again."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # and at the end it goes as ever, or Triton's library reports what is left
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
