@@ -54,7 +54,7 @@ def sparseconv(
         getattr(n.target, "namespace", None) == "sparseconv" or "sparseconv." in str(n.target)
         for n in graph_module.graph.nodes
     ):
-        return graph_module.forward
+        return _as_it_is(graph_module, inputs)
     held = [t for t in inputs if isinstance(t, torch.nn.Parameter)]
     program = Program(_name(graph_module), held, poison)
     program.graph_break, program.recompiled = trace_reasons(graph_module)
@@ -69,11 +69,28 @@ def sparseconv(
             f"it runs eagerly: {words if isinstance(error, NotPlain) else f'{type(error).__name__}: {words}'}"
         )
 
+        eager = _as_it_is(graph_module, inputs)
+
         def run(*args: Any) -> Any:
             program.calls += 1
-            return graph_module.forward(*args)
+            return eager(*args)
 
         return run
+
+
+def _as_it_is(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The graph that Dynamo made, run eagerly; by AOTAutograd where it holds checkpoints, since those of Dynamo do
+    not draw the same random numbers again."""
+    if not any(n.target is torch.ops.higher_order.tag_activation_checkpoint for n in graph_module.graph.nodes):
+        return graph_module.forward
+    from functorch.compile import default_partition, make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def boxed(module: GraphModule, given: Any) -> Any:
+        return make_boxed_func(module.forward)
+
+    run = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=default_partition)
+    return run(graph_module, inputs)  # type: ignore[no-any-return]
 
 
 def _name(graph_module: GraphModule) -> str:
@@ -117,5 +134,9 @@ def _compiled(graph_module: GraphModule, inputs: Sequence[Any], program: Program
     results = len(metadata.output_info)
     program.forward = Pass(program, found["forward"], rows, results, metadata.static_input_indices)
     if "backward" in found:
+        saved = {n.name for n in program.forward.saved}
+        for node in found["backward"].graph.find_nodes(op="placeholder"):
+            if node.name not in saved and "tangents" not in node.name:  # such as a generator's state, for checkpoints
+                raise NotPlain(f"its gradients need {node.name}, which is no result of its operations")
         program.backward = Pass(program, found["backward"], rows, forward=program.forward)
     return Compiled(program, graph_module, metadata)

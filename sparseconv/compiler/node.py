@@ -64,6 +64,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compiled: Compiled, args: tuple[Any, ...], *takes_gradient: Any) -> Any:
         results, call = compiled.run(args)
+        ctx.set_materialize_grads(False)
+        ctx.like = [(r.shape, r.dtype, r.device) for r, has in zip(results, compiled.has_gradient) if has]
         ctx.compiled, ctx.args = compiled, args
         ctx.versions = [t._version for t in takes_gradient]
         # saved in this way, tensors go with the backward pass, and writing to one of them is an error
@@ -90,7 +92,15 @@ class _Node(torch.autograd.Function):
         tensors = ctx.saved_tensors
         call = ctx.call or own_of(tensors[-1])
         values = {**call.values, **dict(zip(ctx.names, tensors))}
-        found = compiled.program.run_backward(call, values, [g.contiguous() for g in grads])
+        given = [i for i, g in enumerate(grads) if g is not None]
+        all_grads = [
+            torch.zeros(shape, dtype=dtype, device=device) if g is None else g.contiguous()
+            for g, (shape, dtype, device) in zip(grads, ctx.like)
+        ]
+        found = compiled.program.run_backward(call, values, all_grads)
+        if len(given) < len(grads):  # what has no part in the results that gradients came for has none
+            reached = compiled.program.backward.reached
+            found = [g if reached[i].intersection(given) else None for i, g in enumerate(found)]
         return None, None, *[found[i] for i in compiled.takes_gradient]
 
 
@@ -117,4 +127,5 @@ def _again(ctx: Any, grads: Sequence[torch.Tensor]) -> Sequence[Any]:
     # buffers follow the batch once, in the call itself
     own = [a.clone() if isinstance(a, torch.Tensor) and i not in places else a for i, a in enumerate(ctx.args)]
     results = [r for r, has in zip(compiled.graph_module.forward(*own), compiled.has_gradient) if has]
-    return torch.autograd.grad(results, given, grads, create_graph=True, allow_unused=True)
+    both = [(r, g) for r, g in zip(results, grads) if g is not None]
+    return torch.autograd.grad([r for r, _ in both], given, [g for _, g in both], create_graph=True, allow_unused=True)

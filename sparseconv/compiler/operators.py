@@ -488,8 +488,9 @@ def _filled(x: torch.Tensor, count: torch.Tensor, axis: int, fill: float) -> tor
         return x.clone()  # no result of an operator shares an operand's memory
     shape = [1] * x.ndim
     shape[axis] = -1
-    live = torch.arange(x.shape[axis], device=x.device) < count
-    return torch.where(live.view(shape), x, fill)
+    live = (torch.arange(x.shape[axis], device=x.device) < count).view(shape)
+    # a number beside integers would make them another dtype
+    return torch.where(live, x, fill) if x.is_floating_point() else x.masked_fill(~live, fill)
 
 
 @implement("number.int")

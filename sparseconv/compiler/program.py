@@ -96,6 +96,16 @@ class Program:
         assert self.forward is not None
         return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in self.forward.nodes)
 
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that the forward graph may draw numbers from."""
+        assert self.forward is not None
+        if not self.is_random:
+            return []
+        device = self.forward.device
+        return [torch.default_generator] + (
+            [torch.cuda.default_generators[device.index]] if device.index is not None else []
+        )
+
     def note(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
@@ -115,11 +125,14 @@ class Program:
         assert forward is not None
         trains = self.backward is not None
         if self.calls > 1 and not (forward.why_not or self.broken or (trains and others_save())):
+            before = [(g, g.get_state()) for g in self._generators()]
             try:
                 with self.mutex.on(forward.device):
                     found = forward.fixed(args)
             except DoesNotFit as reason:
                 self.note(f"a scene ran as it is: {reason}")
+                for generator, state in before:  # it draws the same numbers once more
+                    generator.set_state(state)
             else:
                 self.replays += 1
                 return found
@@ -185,11 +198,18 @@ class Saved:
                 self.fixed.append(node)
             else:
                 (self.tensors if is_tensor and node not in run.graph.handles else self.others).append(node)
+        #: numbers that the backward program is captured with
+        backward = run.program.backward
+        read = set() if backward is None else backward.numbers
+        self.numbers = {n: run.env[n] for n in self.others if n.name in read}
         #: values in fixed arrays, which replays of CUDA graphs leave where they are
         self.values: dict[str, Any] | None = None
 
     def keep(self, run: _Run, call: Call) -> None:
         """Put a call's values where `Program.run_backward` finds them."""
+        for node, number in self.numbers.items():
+            if run.env[node] != number:
+                raise DoesNotFit(f"its gradients were captured with {number}, and the scene has {run.env[node]}")
         values = self.values
         if values is None:
             values = {node.name: run.arg(node) for node in self.fixed}
@@ -279,6 +299,8 @@ class Region:
         self.values: dict[Node, Any] = {}
         self.made: list[str] = []
         self.faults = 0
+        #: symbols that the rows of several grids have
+        self.twins: list[str] = []
         self.report: torch.Tensor | None = None
         self.reported: Any = None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -321,6 +343,7 @@ class Region:
         """The segment's operations; then, of what was made, whether the scene fits and how many rows are live."""
         counts = run.recording.counts
         before, run.grids = set(counts), []
+        run.said, run.twins = before.difference(self.made), []
         running.fixed = True
         try:
             for node in self.segment:
@@ -328,10 +351,11 @@ class Region:
         finally:
             running.fixed = False
         self.made = self.made or [name for name in counts if name not in before]
-        self.faults = len(run.grids)
-        if self.faults or self.made:
+        self.faults, self.twins = len(run.grids), [name for name, _ in run.twins]
+        if self.faults or self.made or self.twins:
             with reporting():
-                told = torch.cat([self.header[:1], *(g.fault for g in run.grids), *(counts[n] for n in self.made)])
+                rows = [counts[n] for n in self.made] + [count for _, count in run.twins]
+                told = torch.cat([self.header[:1], *(g.fault for g in run.grids), *rows])
                 if self.report is None:
                     self.report = torch.zeros(len(told), dtype=torch.int32, pin_memory=self.on_gpu)
                 self.report.copy_(told, non_blocking=True)
@@ -395,7 +419,8 @@ class Region:
         for fault in numbers[: self.faults]:
             if fault:
                 raise DoesNotFit(str(fault_of(fault)))
-        run.host.update(zip(self.made, numbers[self.faults :]))
+        for name, rows in zip(self.made + self.twins, numbers[self.faults :]):
+            run._agree(name, rows)
 
 
 def _state_of(roots: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -455,7 +480,8 @@ class Pass:
         self.handles = {n for n in self.nodes if _is_handle(n)}
         self.output = next(n for n in self.nodes if n.op == "output")
         #: what leaves the graph: results, or gradients; and what its backward graph reads
-        self.leaves: Sequence[Any] = self.output.args[0][:results]  # type: ignore[index,assignment]
+        given: Sequence[Any] = self.output.args[0][:results]  # type: ignore[index,assignment]
+        self.leaves = [n.args[0] if _writes(n) else n for n in given]  # what is written to is written in the end
         self.saved: Sequence[Node] = () if results is None else self.output.args[0][results:]  # type: ignore
         self.rows = rows
         self.static = {n for i, n in enumerate(self.inputs) if i in static}
@@ -465,7 +491,7 @@ class Pass:
         self.on_gpu = self.device.type == "cuda"
         self.stage = self._stages()
         self.segments = self._segments()
-        self.is_captured = [any(_is_work(n) for n in s) for s in self.segments]
+        self.is_captured = [i % 2 == 1 and any(_is_work(n) for n in s) for i, s in enumerate(self.segments)]
         self.why_not = self._why_not()
         self.in_region: set[Node] = set()
         self.axes = self._axes()
@@ -473,8 +499,30 @@ class Pass:
         self.writes = [n for s, c in zip(self.segments, self.is_captured) if not c for n in s if _writes(n)]
         self.counters = self._counters()
         self.conditions = [n for n in map(self._condition, self.nodes) if n is not None]
+        #: of a backward graph: by what leaves it, the numbers of the results whose gradients it is made of
+        self.reached = self._reached() if forward is not None else []
+        #: names of inputs that are numbers, but for those of rows, and that regions read
+        self.numbers = self._numbers()
         self._drop_unread()
         self.in_region |= {n for s, c in zip(self.segments, self.is_captured) if c for n in s}
+
+    def _reached(self) -> list[set[int]]:
+        given = [n for n in self.inputs if "tangents" in n.name]
+        found: dict[Node, set[int]] = {n: {i} for i, n in enumerate(given)}
+        for node in self.nodes:
+            if node not in found:
+                found[node] = set().union(*[found[n] for n in node.all_input_nodes])
+        return [found[n] if isinstance(n, Node) else set() for n in self.leaves]
+
+    def _numbers(self) -> set[str]:
+        found: set[str] = set()
+        left = [n for s, c in zip(self.segments, self.is_captured) if c for user in s for n in user.all_input_nodes]
+        while left:
+            node = left.pop()
+            if is_number(node) and not symbols(value(node)) & self.rows.symbols:
+                left += node.all_input_nodes
+                found |= {node.name} if node.op == "placeholder" else set()
+        return found
 
     # ---- stages
 
@@ -700,7 +748,7 @@ def _is_work(node: Any) -> bool:
 
 def _writes(node: Any) -> bool:
     """Whether a node writes what a call leaves behind: nothing is written before it is known that the scene fits."""
-    return node.target is aten.copy_.default
+    return isinstance(node, Node) and node.target is aten.copy_.default
 
 
 def _is_symbolic(node: Any) -> bool:
@@ -739,6 +787,9 @@ class _Run:
         #: numbers of live rows, by symbol
         self.host: dict[str, int] = {}
         self.grids: list[FixedGrid] = []
+        #: symbols whose numbers of rows are known to the region at hand, and numbers of rows that must be the same
+        self.said: set[str] = set()
+        self.twins: list[tuple[str, torch.Tensor]] = []
         self.on_gpu = graph.on_gpu
         #: values of the caller as regions read them
         self.crossed: dict[Node, Any] = {}
@@ -762,8 +813,8 @@ class _Run:
         graph = self.graph
         self._segments()
         self._settle()
-        if any(self.host.get(name, 2) < 2 for name in self.rows.norms):
-            raise DoesNotFit("a norm over fewer than two rows")
+        if any(self.host.get(name, least) < least for name, least in self.rows.least.items()):
+            raise DoesNotFit("a norm over fewer than two rows, or a maximum over none")
         for condition in graph.conditions:
             if not _evaluate(value(condition), {**self._known(), **self.host}):
                 raise DoesNotFit(f"{value(condition)} does not hold")
@@ -871,7 +922,10 @@ class _Run:
             if axis is None:
                 return found
             self._settle()
-            return found.narrow(axis[0], 0, self.host[axis[1]])
+            own = found.narrow(axis[0], 0, self.host[axis[1]])
+            # views were traced of tensors without gaps
+            has_gaps = any(n > 1 and step > own.stride(axis[0]) for n, step in zip(own.shape, own.stride()))
+            return own.clone() if has_gaps else own
         if is_number(node):
             self._settle()
             return _evaluate(value(node), {**self._known(), **self.host})
@@ -939,8 +993,13 @@ class _Run:
         if rows > capacity:
             self.program.most[name] = max(rows, self.program.most.get(name, 0))
             raise DoesNotFit(f"{rows} rows, and places for {capacity}")
-        self.host[name] = rows
+        self._agree(name, rows)
         return capacity
+
+    def _agree(self, name: str, rows: int) -> None:
+        """Note a number of rows; raises DoesNotFit where two grids, which the trace takes for as many rows, differ."""
+        if self.host.setdefault(name, rows) != rows:
+            raise DoesNotFit(f"{rows} rows meet {self.host[name]}")
 
     def fixed(self, node: Any) -> Any:
         """What a node makes over arrays."""
@@ -965,8 +1024,12 @@ class _Run:
                 grid = held_by(found[0], VoxelGrid)
                 assert name is not None
                 assert grid.count is not None
-                self.recording.counts[name] = grid.count
-                self.recording.capacity[name] = len(grid)
+                if name in self.said:  # the trace takes it for as many rows as another grid
+                    self.twins.append((name, grid.count))
+                else:
+                    self.said.add(name)
+                    self.recording.counts[name] = grid.count
+                    self.recording.capacity[name] = len(grid)
         return self._poisoned(node, found) if self.program.poison and not _fills(node) else found
 
     def _of_live_rows(self, node: Any) -> Any:

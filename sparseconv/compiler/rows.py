@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,23 +82,15 @@ MOVES = {aten.t.default, aten.permute.default, aten.transpose.int}
 MADE = {aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format, aten.new_zeros.default,
         aten.new_ones.default, aten.new_full.default, aten.new_empty.default}  # fmt: skip
 BATCH_NORMS = {aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats}
+#: names of the arguments that say a shape
+SHAPES = {"size", "shape", "input_sizes"}
 SYMBOLIC = {aten._assert_scalar.default, aten.sym_constrain_range_for_size.default, aten.sym_size.int}
-#: how numbers are worked out on the device
-NUMBERS: dict[Any, Callable[..., Any]] = {
-    operator.add: torch.add,
-    operator.sub: torch.sub,
-    operator.mul: torch.mul,
-    operator.truediv: torch.true_divide,
-    operator.neg: torch.neg,
-    operator.pow: torch.pow,
-    torch.sym_float: lambda x: x.to(torch.float64),
-    torch.sym_max: torch.maximum,
-    torch.sym_min: torch.minimum,
-}
+#: how numbers are worked out on the device: functions of `operator` and of torch
+NUMBERS = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow}
+NUMBERS |= {torch.sym_float, torch.sym_max, torch.sym_min}
 for _name in ("sqrt", "log2", "exp", "cos", "sin", "tan"):
-    _found = getattr(torch, f"_sym_{_name}", None)
-    if _found is not None:
-        NUMBERS[_found] = getattr(torch, _name)
+    if (_found := getattr(torch, f"_sym_{_name}", None)) is not None:
+        NUMBERS.add(_found)
 
 
 def value(node: Any) -> Any:
@@ -145,7 +137,7 @@ class Rows:
 
     Attributes:
         symbols: of every number of rows of a grid.
-        norms: of those that a norm over a batch needs two of.
+        least: by symbol, the rows that an operation needs: two for a norm over a batch, one for a maximum.
         keys: of sizes that a recording is made for: batch items, and the shapes of dense arrays.
     """
 
@@ -153,7 +145,7 @@ class Rows:
         self.graph: Graph = graph_module.graph
         self.symbols: set[str] = set()
         self.keys: set[str] = set()
-        self.norms: set[str] = set()
+        self.least: dict[str, int] = {}
         for node in self.graph.nodes:
             self._find(node)
         self.keys -= self.symbols
@@ -260,8 +252,10 @@ class Rows:
     def _check(self, node: Any) -> None:
         """Let a node pass, write it anew, or raise Unknown."""
         target = node.target
-        if not isinstance(target, operator_kind) or target in SYMBOLIC:
+        if is_number(node) or target in SYMBOLIC or target is operator.getitem:
             return
+        if not isinstance(target, operator_kind):  # an operator on functions
+            raise Unknown("what it means for each row is not known")
         if target is aten.copy_.default or target._schema.is_mutable:
             raise Unknown("it writes to a tensor of the caller")
         tags = target.tags
@@ -292,7 +286,7 @@ class Rows:
                 raise Unknown("it counts what are no rows")
             node.meta["rows"] = axis[1]
         if node.target._opname == "batch_norm" and (axis := self.axis(value(node.args[0]))) is not None:
-            self.norms.add(axis[1])
+            self.least[axis[1]] = 2
         if node.target._opname in ("lookup", "execute"):
             raise Unknown("it is not written for arrays of fixed capacity")
 
@@ -304,28 +298,35 @@ class Rows:
             raise Unknown("it joins rows with another axis")
 
     def _number_arguments(self, node: Any) -> None:
-        """Numbers that come from sizes or from the host, as they enter arithmetic: worked out on the device."""
+        """Numbers that come from sizes or from the host, as they enter arithmetic: worked out on the device.
+
+        Those in a shape are told by the shape. Any other place where a number of rows stands ends the region: over
+        arrays of fixed capacity it would be that capacity.
+        """
         pointwise = torch.Tag.pointwise in node.target.tags
-        for place, given in enumerate(node.args):
-            if not isinstance(given, Node) or not is_number(given):
+        names = [argument.name for argument in node.target._schema.arguments]
+        for name, given in [*zip(names, node.args), *node.kwargs.items()]:
+            if name in SHAPES:
                 continue
-            if not pointwise:
-                if node.target in FILLED or node.target in MEANS or node.target is aten.mm.default:
+            for number in filter(is_number, _nodes(given)):
+                if symbols(value(number)) & self.symbols and not (pointwise and name == "other" and number is given):
                     raise Unknown("a number of rows is an argument of it")
-                continue
-            if isinstance(value(given), torch.SymBool):
-                raise Unknown("a condition that depends on sizes is an argument of it")
-            others = [value(n) for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
-            if not others or all(t.ndim == 0 for t in others) or any(t.dtype in HALVES for t in others):
-                raise Unknown("a number that the host works out is an argument of it")
-            schema = [a for a in node.target._schema.arguments][place].name
-            twin = _with_tensor(node.target)
-            if schema != "other" or twin is None or any(k in node.kwargs for k in ("alpha",)):
-                raise Unknown("a number that the host works out is an argument of it")
-            number = self._number(given, node)
-            args = list(node.args)
-            args[place] = number
-            node.target, node.args = twin, tuple(args)
+                if pointwise:
+                    self._number_argument(node, name, number)
+
+    def _number_argument(self, node: Any, name: str, given: Any) -> None:
+        if isinstance(value(given), torch.SymBool):
+            raise Unknown("a condition that depends on sizes is an argument of it")
+        others = [value(n) for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
+        if not others or all(t.ndim == 0 for t in others) or any(t.dtype in HALVES for t in others):
+            raise Unknown("a number that the host works out is an argument of it")
+        twin = _with_tensor(node.target)
+        if name != "other" or twin is None or node.kwargs:
+            raise Unknown("a number that the host works out is an argument of it")
+        if isinstance(value(given), torch.SymFloat) and not any(t.is_floating_point() for t in others):
+            raise Unknown("a fraction is an argument of it beside integers")  # a tensor has another dtype than a number
+        number = self._number(given, node)
+        node.target, node.args = twin, tuple(number if n is given else n for n in node.args)
 
     def _number(self, node: Any, before: Any) -> Node:
         """A number as a tensor () on the device, int64 or float64."""
@@ -342,15 +343,27 @@ class Rows:
             wide.meta["val"] = value(count).to(torch.int64)
             made = self._insert(wide.next, aten.view.default, wide, [])
         else:
-            function = NUMBERS.get(node.target)
-            if node.op != "call_function" or function is None:
+            if node.op != "call_function" or node.target not in NUMBERS:
                 raise Unknown(f"a number of rows goes through {node.target}")
+            if isinstance(value(node), torch.SymInt) and not self._is_int64(node):
+                raise Unknown("a number that is worked out of rows may be larger than any int64")
             parts = [self._number(a, before) if isinstance(a, Node) else a for a in node.args]
-            made = self._arithmetic(node, function, parts, before)
+            made = self._arithmetic(node, parts)
         self._numbers[node] = made
         return made
 
-    def _arithmetic(self, node: Any, function: Any, parts: list[Any], before: Any) -> Node:
+    def _is_int64(self, node: Node) -> bool:
+        """Whether an integer that is worked out of numbers of rows, which are of int32, is an int64 for sure."""
+        if any(isinstance(a, int) and abs(a) > 2**53 for a in node.args):
+            return False
+        if node.target not in (operator.mul, operator.pow):
+            return True
+        expr = value(node).node.expr
+        most = {s: 2**31 if str(s) in self.symbols else 2**63 for s in expr.free_symbols}
+        is_sum = expr.is_polynomial(*expr.free_symbols)
+        return is_sum and all(abs(term).subs(most) <= 2**62 for term in expr.expand().as_ordered_terms())
+
+    def _arithmetic(self, node: Any, parts: list[Any]) -> Node:
         place = max([p for p in parts if isinstance(p, Node)], key=self._order).next
         wanted = torch.float64 if isinstance(value(node), torch.SymFloat) else torch.int64
         numbers = [p for p in parts if isinstance(p, Node)]
@@ -389,14 +402,12 @@ class Rows:
     def _slice(self, node: Any, read: dict[Node, Axis], made: list[Axis | None]) -> None:
         if node.target is aten.slice.Tensor and len(node.args) == 4 and node.args[2:] == (0, 2**63 - 1):
             return  # all of it
-        self._not_along(node, read, node.args[1] if len(node.args) > 1 else 0)
+        given: Any = node.args[0]
+        if given not in read or _argument(node, "dim", 0) % value(given).ndim == read[given][0]:
+            raise Unknown("it goes along the rows")
 
     def _slice_backward(self, node: Any, read: dict[Node, Axis], made: list[Axis | None]) -> None:
-        self._not_along(node, read, node.args[2])
-
-    def _not_along(self, node: Any, read: dict[Node, Axis], dim: Any) -> None:
-        (axis,) = read.values() if len(read) == 1 else (read[node.args[0]],)
-        if dim % value(node.args[0]).ndim == axis[0]:
+        if made[0] is None or _argument(node, "dim", 0) % value(node).ndim == made[0][0]:
             raise Unknown("it goes along the rows")
 
     def _cat(self, node: Any, read: dict[Node, Axis], made: list[Axis | None]) -> None:
@@ -407,24 +418,26 @@ class Rows:
             raise Unknown("it joins rows with what has none")
 
     def _along(self, node: Any, read: dict[Node, Axis], made: list[Axis | None]) -> None:
-        dims = {a.name: i for i, a in enumerate(node.target._schema.arguments)}
-        place = dims.get("dim", dims.get("dims"))
-        dim = node.kwargs.get("dim", node.args[place] if place is not None and len(node.args) > place else None)
-        ndim = value(node.args[0]).ndim
+        dim = _argument(node, "dim", _argument(node, "dims", None))
         if dim is None and node.target in (aten.sort.default, aten.topk.default):
             dim = -1
         if dim is None:
             raise Unknown("it goes along the rows")
+        tensors = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
+        if len(read) != len(tensors):
+            raise Unknown("it joins rows with what has none")
+        ndim = value(tensors[0]).ndim
         axes = {d % ndim for d in (dim if isinstance(dim, (list, tuple)) else [dim])}
         if any(axis[0] in axes for axis in read.values()) or len(set(read.values())) > 1:
-            if node.target in SOFTMAX:
-                (given, axis) = next(iter(read.items()))
-                mask = self.live(axis[1], axis[0], ndim, node)
-                filled = self._insert(node, aten.where.ScalarOther, mask, given, -math.inf)
-                filled.meta["fills"] = True  # its dead rows are read
-                node.args = (filled, *node.args[1:])
-                return
-            raise Unknown("it goes along the rows")
+            if node.target not in SOFTMAX:
+                raise Unknown("it goes along the rows")
+            (given, axis) = next(iter(read.items()))
+            mask = self.live(axis[1], axis[0], ndim, node)
+            filled = self._insert(node, aten.where.ScalarOther, mask, given, -math.inf)
+            filled.meta["fills"] = True  # its dead rows are read
+            node.args = (filled, *node.args[1:])
+        elif node.target is aten.gather.default:  # what dead rows hold is no index
+            node.args = (*node.args[:2], self._filled(node.args[2], 0.0, node), *node.args[3:])
 
     def _reduce(self, node: Any, read: dict[Node, Axis], made: list[Axis | None]) -> None:
         (axis,) = read.values()
@@ -438,8 +451,12 @@ class Rows:
         if not value(given).is_floating_point() and node.target not in (aten.sum.default, aten.sum.dim_IntList):
             raise Unknown("it goes along the rows of integers")
         if node.target in MEANS:
+            if node.kwargs.get("dtype") is not None:
+                raise Unknown("it goes along the rows in another dtype")
             self._mean(node, given, axis)
             return
+        if FILLED[node.target]:
+            self.least.setdefault(axis[1], 1)
         node.args = (self._filled(given, FILLED[node.target], node), *node.args[1:])
 
     def _mean(self, node: Any, given: Any, axis: Axis) -> None:
@@ -453,8 +470,6 @@ class Rows:
             )
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
-        if node.kwargs.get("dtype") is not None:
-            raise Unknown("it goes along the rows in another dtype")
         self.graph.erase_node(node)
 
     def _product(self, node: Any, read: dict[Node, Axis], made: list[Axis | None]) -> None:
@@ -494,7 +509,7 @@ class Rows:
         count = self.count(read[x][1])
         node.target = own.batch_norm.default
         node.args = (x, weight, bias, mean, var, count, momentum, eps, False)
-        self.norms.add(read[x][1])
+        self.least[read[x][1]] = 2
 
     def _batch_norm_eval(self, node: Any, read: dict[Node, Axis], made: list[Axis | None]) -> None:
         if read[node.args[0]][0] == 1:
@@ -514,7 +529,10 @@ class Rows:
         (VIEWS, _view),
         (MOVES, _move),
         ({aten.expand.default}, _expand),
-        ({aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default, aten.unbind.int}, _slice),
+        (
+            {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int},
+            _slice,
+        ),
         ({aten.slice_backward.default, aten.select_backward.default}, _slice_backward),
         ({aten.cat.default}, _cat),
         (ALONG_AN_AXIS, _along),
@@ -528,6 +546,20 @@ class Rows:
 
 
 HALVES = (torch.float16, torch.bfloat16)
+
+
+def _nodes(given: Any) -> list[Node]:
+    """The nodes that an argument holds."""
+    found: list[Node] = []
+    torch.fx.map_arg(given, found.append)
+    return found
+
+
+def _argument(node: Any, name: str, default: Any) -> Any:
+    """An argument of an operator by its name."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    place = names.index(name) if name in names else len(node.args)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 
 def _with_tensor(target: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import sparseconv as sc
 from sparseconv import nn
@@ -79,7 +80,7 @@ def compare(
         ours, theirs = step(module, compiled, x, trains), step(eager, eager, x, trains)
         assert len(ours) == len(theirs)
         for number, (mine, other) in enumerate(zip(ours, theirs)):
-            assert mine.shape == other.shape, number
+            assert (mine.shape, mine.dtype) == (other.shape, other.dtype), number
             torch.testing.assert_close(
                 mine, other, rtol=1e-9, atol=1e-9, msg=lambda text, number=number: f"number {number}: {text}"
             )
@@ -148,6 +149,56 @@ class AmongRegions(torch.nn.Module):
 @pytest.mark.parametrize("poison", [True, False])
 def test_sums_over_rows_of_two_regions(poison: bool) -> None:
     compare(AmongRegions, trains=True, sizes=(600, 580, 610, 900, 40, 590), poison=poison)
+
+
+TABLE = torch.linspace(-1, 1, 5000, dtype=torch.float64)[:, None].repeat(1, 8)
+#: what a client makes of features (N, 8) and a number of rows
+COUNTS: dict[str, Any] = {
+    "by what a term is multiplied": lambda y, n: torch.add(y, y.relu(), alpha=n),
+    "by what a product is multiplied": lambda y, n: torch.addcmul(y, y, y, value=n),
+    "by what a matrix is multiplied": lambda y, n: torch.addmm(y, y, TABLE[:8].to(y.dtype), beta=n),
+    "what a tensor is filled with": lambda y, n: y * y.new_full((8,), n) + torch.full_like(y, n),
+    "a tensor": lambda y, n: y * torch.tensor(n),
+    "the end of a line": lambda y, n: y * torch.linspace(0, n, 8, dtype=y.dtype),
+    "a place in a table": lambda y, n: y * TABLE[n] * TABLE[n // 4],
+    "a root": lambda y, n: y / math.sqrt(n),
+    "what stands elsewhere": lambda y, n: torch.where(y > 0, y, n),
+    "a fraction beside integers": lambda y, n: y.argmax(1) * (1.0 / n),
+    "among the results": lambda y, n: (y, torch.full((3,), n)),
+}
+
+
+@pytest.mark.parametrize("level", ["of the scene", "of a coarser grid"])
+def test_numbers_of_rows_are_those_of_the_scene(level: str) -> None:
+    def function(module: Any, y: sc.SparseTensor) -> Any:
+        y = module.down(y) if level == "of a coarser grid" else y
+        rows = y.features.shape[0]
+        return [t for found in COUNTS.values() for t in listed(found(y.features, rows))]
+
+    compare(lambda: Head(function, down=nn.Conv(8, 8, 2, stride=2)), trains=True)
+
+
+def listed(found: Any) -> list[Any]:
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+#: each with its dtype, which `compare` asks for
+INTEGERS: dict[str, Any] = {
+    "a sum of integers": lambda y: (y.argmax(1).sum(0), (y > 0).sum(), (y > 0).sum(0)),
+    "a mean in another dtype": lambda y: y.float().mean(0, dtype=torch.float64),
+    "a choice from each row": lambda y: y.gather(1, y.argmax(1, keepdim=True)),
+    "pieces of each row": lambda y: torch.cat([*y.split([3, 5], 1), *y.chunk(2, 1)], 1),
+    "a column": lambda y: y[:, 0] * y[:, -1],
+    "rows side by side": lambda y: (y.T.reshape(-1), y.flatten()),
+}
+
+
+def test_what_is_known_of_rows_has_its_dtype_and_layout() -> None:
+    def function(module: Any, y: sc.SparseTensor) -> Any:
+        of_coords = (y.grid.coords.sum(0), y.features.gather(1, y.grid.coords[:, 1:2].long() % 8))
+        return [t for found in INTEGERS.values() for t in listed(found(y.features))] + list(of_coords)
+
+    compare(lambda: Head(function), trains=True)
 
 
 OTHERS: dict[str, Any] = {
@@ -440,6 +491,102 @@ def test_integers_of_layers_are_guarded_and_those_of_other_modules_are_numbers()
         torch.testing.assert_close(compiled(given[0]), eager(given[1]), rtol=1e-9, atol=1e-9)
     # the count is a constant until it has changed once
     assert nn.explain(module).count("program") == 3, nn.explain(module)
+
+
+def steps(make: Any, scenes: list[sc.SparseTensor], change: Any = lambda module, number: None) -> None:
+    """Training steps, of which each draws the same random numbers, beside eager: results, gradients, and errors."""
+    module = make().double()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="sparseconv", options={"poison": True})
+    for number, x in enumerate(scenes):
+        found = []
+        for of, call in ((module, compiled), (eager, eager)):
+            change(of, number)
+            of.zero_grad(set_to_none=True)
+            torch.manual_seed(number)
+            try:
+                first = flat(call(x))[0]
+                first.square().sum().backward()
+                found.append([first.detach(), *(p.grad for p in of.parameters()), torch.rand(1)])
+            except RuntimeError as error:
+                found.append([str(type(error))])
+        assert len(found[0]) == len(found[1])
+        for mine, other in zip(*found):
+            if isinstance(other, torch.Tensor):
+                torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+            else:
+                assert mine == other  # an error; or a parameter that no gradient reaches
+
+
+SCENES = [scene(seed, voxels) for seed, voxels in enumerate((300, 280, 700, 290))]
+
+
+def test_what_no_gradient_reaches_has_none() -> None:
+    parts = {"first": torch.nn.Linear(8, 3), "second": torch.nn.Linear(8, 3)}
+    steps(lambda: Head(lambda m, y: (m.first(y.features), m.second(y.features)), **parts), SCENES)
+
+
+def test_a_scene_that_does_not_fit_draws_its_random_numbers_once() -> None:
+    parts = {"drop": torch.nn.Dropout(0.5), "down": nn.Conv(8, 8, 2, stride=2), "last": nn.SubmanifoldConv(8, 8, 3)}
+    steps(lambda: Head(lambda m, y: m.last(m.down(y.with_features(m.drop(y.features)))), **parts), SCENES)
+
+
+def test_numbers_that_gradients_alone_are_made_of() -> None:
+    def function(module: Any, y: sc.SparseTensor) -> Any:
+        return torch.add(y.features, y.features.tanh(), alpha=module.power)
+
+    def change(module: Any, number: int) -> None:
+        module.power = 2 + number % 3
+
+    steps(lambda: Head(function), [*SCENES, *SCENES], change)
+
+
+def test_rows_of_two_grids_that_differ_do_not_meet() -> None:
+    far = [
+        sc.SparseTensor(sc.VoxelGrid(x.grid.coords * x.grid.coords.new_tensor([1, 4, 4, 4]), 2), x.features)
+        for x in SCENES
+    ]
+    parts = {"a": nn.Conv(8, 8, 2, stride=2), "b": nn.Conv(8, 8, 2, stride=2, padding=1)}
+    steps(lambda: Head(lambda m, y: m.a(y).features + m.b(y).features, **parts), [*far[:3], SCENES[0], far[3]])
+
+
+def alone(module: Any, y: sc.SparseTensor) -> Any:
+    torch._dynamo.graph_break()
+    return INSIDE["a checkpoint"](module, y)
+
+
+INSIDE: dict[str, Any] = {
+    "a checkpoint": lambda m, y: torch.utils.checkpoint.checkpoint(m.part, y.features, use_reentrant=False),
+    "a checkpoint beside results that share memory": lambda m, y: (
+        INSIDE["a checkpoint"](m, y),
+        y.features,
+        y.features[:2],
+    ),
+    "a checkpoint without sparse layers": alone,
+    "a condition on a tensor": lambda m, y: torch.cond(
+        y.features.sum() > 0, lambda z: z.cumsum(0), lambda z: z - z.mean(0), (y.features,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_operators_on_functions(name: str) -> None:
+    parts = {"part": torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))}
+    steps(lambda: Head(INSIDE[name], **parts), SCENES)
+
+
+def test_a_buffer_that_is_assigned_what_was_written_to_it() -> None:
+    def function(module: Any, y: sc.SparseTensor) -> Any:
+        module.seen += len(y.features)
+        return y.features / module.seen
+
+    def make() -> torch.nn.Module:
+        module = Head(function)
+        module.register_buffer("seen", torch.zeros(1))
+        return module
+
+    compare(make, trains=True)
+    compare(make, trains=False)
 
 
 VIEWS: dict[str, Any] = {
