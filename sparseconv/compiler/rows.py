@@ -30,6 +30,21 @@ class Unknown(Exception):
     """Why an operation is not captured."""
 
 
+#: operators of each element by itself that torch does not mark as pointwise
+ELEMENTWISE = {
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.softplus_backward.default,
+    aten.mish_backward.default,
+    aten.softshrink_backward.default,
+    aten.hardshrink_backward.default,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+}
 #: operators that make a row of one row where their axis is not that of the rows
 ALONG_AN_AXIS = {
     aten._softmax.default,
@@ -272,7 +287,7 @@ class Rows:
         self._number_arguments(node)
         if not read and not any(made):
             return None
-        if torch.Tag.pointwise in tags:
+        if torch.Tag.pointwise in tags or target in ELEMENTWISE:
             return self._pointwise(node, read, made)
         rule = next((rule for known, rule in self._rules if target in known), None)
         if rule is None:

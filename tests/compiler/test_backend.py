@@ -589,6 +589,17 @@ def test_a_buffer_that_is_assigned_what_was_written_to_it() -> None:
     compare(make, trains=False)
 
 
+def test_activations_are_part_of_the_program() -> None:
+    names = "ReLU LeakyReLU PReLU ELU CELU SELU GELU SiLU Mish Hardswish Hardtanh Hardsigmoid ReLU6 Softplus Softshrink"
+    made = [getattr(torch.nn, name)() for name in (*names.split(), "Hardshrink", "Tanh", "Sigmoid", "Softsign")]
+    made += [torch.nn.GELU(approximate="tanh"), torch.nn.PReLU(8), torch.nn.Threshold(0.1, 0.0)]
+    parts = {"acts": torch.nn.ModuleList(made)}
+    module = compare(
+        lambda: Head(lambda m, y: [f(y.features) for f in m.acts], **parts), trains=True, sizes=(200, 150, 210)
+    )
+    assert "ends the region" not in nn.explain(module), nn.explain(module)
+
+
 VIEWS: dict[str, Any] = {
     "of a result": lambda m, y: (y.features, y.features[:, :2]),
     "of an argument": lambda m, y: (y.features, y.grid.coords[:, 1:]),
