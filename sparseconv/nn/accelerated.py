@@ -79,6 +79,9 @@ def compile_part(module: torch.nn.Module) -> None:
         """On a CPU, and within another trace, calls are the plain calls."""
         if torch.compiler.is_compiling() or (like is not None and not like.is_cuda):
             return plain(*args, **kwargs)
+        for given in (*args, *kwargs.values()):
+            if (prepare := getattr(given, "prepare_for_trace", None)) is not None:
+                prepare()
         with errors_are_eager():
             return compiled(*args, **kwargs)
 

@@ -350,6 +350,31 @@ def test_torchsparse():
     compare(OfTorchsparse(), lambda call, f, c: call(torchsparse.SparseTensor(f, c)), training=False)
 
 
+class Looped(torch.nn.Module):
+    """torchsparse's layers in a loop, where a graph break would leave the whole loop to Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = torch.nn.ModuleList([spnn.Conv3d(4, 8, 3), spnn.LeakyReLU(), spnn.Conv3d(8, 8, 2, stride=2)])
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x.F
+
+
+def test_torchsparse_in_a_loop_is_one_program_where_voxels_are_known():
+    def make(call, f, c):
+        x = torchsparse.SparseTensor(f, c)
+        x.prepare_for_trace()
+        return call(x)
+
+    net = Looped()
+    compare(net, make)
+    assert nn.explain(net).count("program") == 1
+    assert "break" not in nn.explain(net)
+
+
 def test_torchsparse_from_coordinates():
     compare(FromCoordinates())
 

@@ -288,6 +288,11 @@ class SparseTensor:
         known = self._caches.grids.get(trace_constants(self.stride))  # type: ignore[arg-type]
         return known[3] if known is not None and known[0] is self.coords and is_unmodified(*known[:3]) else None
 
+    def prepare_for_trace(self) -> None:
+        """Find the voxels before `sparseconv.accelerate` calls a program: a trace does not know how many batch items
+        there are, and would leave the first layer to Python."""
+        self.grid  # noqa: B018 (kept)
+
     def keep(self, grid: VoxelGrid) -> None:
         """Remember the grid of these coordinates."""
         seen = self.coords if tracing() or self.coords.is_cuda else own(self.coords)
