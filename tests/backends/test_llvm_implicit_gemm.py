@@ -213,7 +213,7 @@ def test_a_forked_process_makes_its_own_threads():
     queue = context.SimpleQueue()
     process = context.Process(target=child, args=(queue,))
     process.start()
-    process.join(60)
+    process.join(500)
     assert process.exitcode == 0
     assert queue.get()
 

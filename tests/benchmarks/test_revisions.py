@@ -39,7 +39,7 @@ def checkout_of(folder, text: str | None = None):
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.revisions", "--device", "cpu", "--repeat", "0.01", *options]
-    return subprocess.run(command, cwd=benchmarks.ROOT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=benchmarks.ROOT, capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_help_needs_no_torch(asked):
         "try: main()\n"
         "finally: sys.stderr.write(str('torch' in sys.modules))\n"
     )
-    said, loaded = outside(*filter(None, [asked, "--help"]), code=program).communicate(timeout=120)
+    said, loaded = outside(*filter(None, [asked, "--help"]), code=program).communicate(timeout=500)
     assert "Usage: " in said
     assert loaded.endswith("False"), loaded
 
@@ -236,7 +236,7 @@ def test_an_interruption_keeps_what_was_reached(tmp_path):
             break
     time.sleep(20)  # kernels are compiled before the first step
     process.send_signal(signal.SIGINT)
-    said, complaints = process.communicate(timeout=120)
+    said, complaints = process.communicate(timeout=500)
     assert process.returncode == 130, complaints
     assert "until interrupted" in " ".join(said.split())
     assert "Traceback" not in complaints

@@ -26,7 +26,7 @@ def test_a_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # others run beside it
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a reader has no interpreter
-    result = run.NotebookRun(path, default_timeout=280, kernel="python3").execute()
+    result = run.NotebookRun(path, default_timeout=500, kernel="python3").execute()
     assert result.error is None, result.error
 
 

@@ -39,7 +39,7 @@ def run_elsewhere(folder, names, cpu):
         torch.save(scene(number + 5, rows), folder / f"{number}.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(folder), ",".join(names), str(len(SIZES))]
     command += [str(torch.get_num_threads()), cpu or ""]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

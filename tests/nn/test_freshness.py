@@ -199,7 +199,7 @@ def test_weights_that_another_process_writes_are_seen():
             net(x)
     process = torch.multiprocessing.get_context(START).Process(target=_write, args=(nets,))
     process.start()
-    process.join(120)
+    process.join(500)
     assert process.exitcode == 0
     with torch.no_grad():
         for name, net in zip(names, nets, strict=True):
