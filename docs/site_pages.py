@@ -78,6 +78,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         FileNotFoundError: a link names a file that is not in the repository.
     """
     here = page.file.src_uri
+    if repository := os.environ.get("SPARSECONV_REPOSITORY"):
+        markdown = markdown.replace("<address of this repository>", f"https://github.com/{repository}")
     page.meta.setdefault("description", description(markdown))
     for beginning, boost in SEARCHED.items():
         if here.startswith(beginning):

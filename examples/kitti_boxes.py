@@ -221,7 +221,8 @@ def train(
         sweeps = Kitti(folder, split, space, augment=split == "train")
         loaders[split] = DataLoader(sweeps, batch, split == "train", collate_fn=collate, num_workers=workers)
     net = Detector(space).to(device)
-    sc.accelerate(net)  # the encoder as CUDA graphs; without a GPU, calls are the plain calls
+    if device.type == "cuda":
+        sc.accelerate(net)  # the encoder as CUDA graphs
     optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
     steps = epochs * len(loaders["train"])
     run = Run(output, "kitti_boxes", net, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.004, steps))

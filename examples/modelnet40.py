@@ -128,7 +128,8 @@ def train(
         loaders[split] = DataLoader(meshes, batch, split == "train", collate_fn=collate, num_workers=workers)
     planes = tuple(width * m for m in (1, 2, 4, 8))
     net = nn.ResNet(4, len(meshes.classes), depth=14, planes=planes).to(device)
-    sc.accelerate(net)  # captured as CUDA graphs; without a GPU, calls are the plain calls
+    if device.type == "cuda":
+        sc.accelerate(net)  # captured as CUDA graphs
     optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.05)
     steps = epochs * len(loaders["train"])
     run = Run(output, "modelnet40", net, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.003, steps))

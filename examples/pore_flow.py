@@ -109,7 +109,9 @@ def train(
     plain = Media(folder, "train")
     known = torch.cat([plain[row][2] for row in range(len(plain))])
     net.mean, net.scale = known.mean(0), known.std()
-    net = sc.accelerate(net.to(device))  # captured as CUDA graphs; without a GPU, calls are the plain calls
+    net.to(device)
+    if device.type == "cuda":
+        sc.accelerate(net)  # captured as CUDA graphs
     optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
     steps = epochs * len(loaders["train"])
     run = Run(output, "pore_flow", net, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.005, steps))

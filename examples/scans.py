@@ -131,7 +131,8 @@ def train_minkunet(
     batches, others = DataLoader(train, shuffle=True, **load), DataLoader(held_out, **load)
     planes = tuple(width * m for m in (1, 2, 4, 8, 8, 4, 3, 3))
     net = nn.MinkUNet(channels, classes, variant=variant, planes=planes, init_channels=width).to(device)
-    sc.accelerate(net)  # captured as CUDA graphs; without a GPU, calls are the plain calls
+    if device.type == "cuda":
+        sc.accelerate(net)  # captured as CUDA graphs
     optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, epochs * len(batches))
     run = Run(output, name, net, optimizer, schedule)

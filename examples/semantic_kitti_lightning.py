@@ -37,7 +37,8 @@ class Segmenter(lightning.LightningModule):
         self.save_hyperparameters()
         planes = tuple(width * m for m in (1, 2, 4, 8, 8, 4, 3, 3))
         self.net = nn.MinkUNet(4, len(CLASSES), variant=variant, planes=planes, init_channels=width)
-        sc.accelerate(self.net)
+        if torch.cuda.is_available():
+            sc.accelerate(self.net)
         self.loss_of = torch.nn.CrossEntropyLoss(class_weights(), ignore_index=IGNORE)
 
     def training_step(self, batch: Batch, index: int) -> torch.Tensor:

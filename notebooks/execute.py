@@ -54,6 +54,8 @@ def execute(text: Path) -> tuple[Any, float]:
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr":
                 raise RuntimeError(f"{text.name} wrote to stderr:\n{output['text']}")
+            if "text" in output:  # files are named as the repository has them
+                output["text"] = output["text"].replace(f"{HERE.parent}/", "")
             data = output.get("data", {})
             data.pop("application/vnd.jupyter.widget-view+json", None)
             if "image/png" in data:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.nn.synchronized import SyncBatchNorm
 from sparseconv.plan import PlanSet
 
 #: of the curves: blue and vermilion of Okabe and Ito's set, as in the library's own pictures
@@ -57,7 +56,7 @@ class Training:
         self.task, self.steps, self.rank, self.world = task, steps, rank, world
         self.net = network(task)
         if world > 1:
-            self.net = SyncBatchNorm.convert(self.net)
+            self.net = nn.SyncBatchNorm.convert(self.net)
         self.model = torch.nn.parallel.DistributedDataParallel(self.net) if world > 1 else self.net
         self.optimizer = torch.optim.AdamW(self.net.parameters(), weight_decay=0.02)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=steps)

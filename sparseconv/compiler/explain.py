@@ -7,6 +7,15 @@ import torch
 from sparseconv.compiler.program import Recording
 
 
+def times(n: int) -> str:
+    """A number of times in words.
+
+    >>> times(0), times(1), times(3)
+    ('0 times', 'once', '3 times')
+    """
+    return "once" if n == 1 else f"{n} times"
+
+
 def programs_of(module: torch.nn.Module) -> str | None:
     """The programs that torch.compile made of a module: why each was compiled, its calls, replays, capacities and GPU
     memory, and what runs eagerly and why.
@@ -27,7 +36,7 @@ def programs_of(module: torch.nn.Module) -> str | None:
             if program.replays
             else f"{program.calls} calls, eager"
         )
-        lines.append(f"program {number} ({kind}, {program.name}): {ran}, {program.made} recordings")
+        lines.append(f"program {number} ({kind}, {program.name}): {ran}, recorded {times(program.made)}")
         if program.recompiled is not None:
             lines.append(f"  recompiled, since this did not hold: {program.recompiled}")
         for recording in program.recordings.values():

@@ -12,7 +12,14 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PAIRS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 #: those that take longest
-LONG = {"2_projections_and_maps", "5_pointwise", "6_brain_unet", "8_two_processes", "10_deploying"}
+LONG = {
+    "2_projections_and_maps",
+    "5_pointwise",
+    "6_brain_unet",
+    "8_two_processes",
+    "9_captured_training",
+    "10_deploying",
+}
 
 
 @pytest.mark.parametrize(
