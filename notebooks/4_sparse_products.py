@@ -97,7 +97,7 @@ print("attention", tuple(y.shape), "- gradient of a gradient to v:", tuple(v.gra
 
 weights = ops.neighborhood_softmax(ops.neighborhood_logits(q, k, window).detach() / 8, window)
 row = len(grid) // 2
-with new_figure(4.2, 3.2) as figure:
+with new_figure(4.8, 3.6) as figure:
     axes = figure.add_subplot()
     draw_cells(axes, grid)
     mine = window.kernel_map.out_rows == row

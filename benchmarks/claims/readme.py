@@ -184,8 +184,9 @@ class Section:
             "Milliseconds per call on new scenes, kernel maps included: **spconv / eager / accelerated**. The "
             "networks are the authors' files with the import changed; *accelerated* adds one line, "
             "`sc.accelerate(model)`. The accelerated times are those of the engine before `sc.accelerate` became "
-            "`torch.compile`, which is somewhat slower ([both](docs/performance.md#whole-networks)). A training "
-            "step is forward, loss and backward of the sparse backbone, without optimizer and dense head. One H100, "
+            "`torch.compile`, which is somewhat slower and reserves more memory "
+            "([both](docs/performance.md#whole-networks)). A training step is forward, loss and backward of the "
+            "sparse backbone, without optimizer and dense head. One H100, "
             "fp16 autocast, PyTorch 2.11, spconv 2.3.8, November 2026; memory is what PyTorch reserves on the GPU.",
             "",
             f"| network | voxels | {' | '.join(columns.values())} |",
