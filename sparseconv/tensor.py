@@ -226,7 +226,7 @@ class SparseTensor(Movable):
             mine, theirs = in_trace(mine), in_trace(theirs)
             if mine is theirs or mine.stands_with(theirs):
                 return
-            raise ValueError("while torch traces, tensors on different grid objects are not joined")
+            mine.leave_trace("while torch traces, tensors on different grid objects are not joined")
         if theirs is not mine and (theirs.batch_size != mine.batch_size or not torch.equal(theirs.coords, mine.coords)):
             raise ValueError(f"the two tensors live on different voxels: {self.grid} and {other.grid}")
         if theirs is not mine and mine.is_placed and theirs.is_placed:

@@ -600,6 +600,26 @@ def test_activations_are_part_of_the_program() -> None:
     assert "ends the region" not in nn.explain(module), nn.explain(module)
 
 
+class Joined(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.SubmanifoldConv(4, 8, 3)
+
+    def forward(self, a: sc.SparseTensor, b: sc.SparseTensor) -> Any:
+        return (self.conv(a) + self.conv(b)).features
+
+
+def test_tensors_on_two_grid_objects_are_joined_where_the_voxels_are_the_same() -> None:
+    module = Joined().double().eval()
+    compiled = torch.compile(module, backend="sparseconv")
+    for x in SCENES:
+        like = sc.SparseTensor(sc.VoxelGrid(x.grid.coords.clone(), 2), x.features * 2)
+        torch.testing.assert_close(compiled(x, like), module(x, like), rtol=1e-9, atol=1e-9)
+        moved = sc.SparseTensor(sc.VoxelGrid(x.grid.coords.flip(0), 2), x.features)
+        with pytest.raises(ValueError, match="different voxels"):
+            compiled(x, moved)
+
+
 VIEWS: dict[str, Any] = {
     "of a result": lambda m, y: (y.features, y.features[:, :2]),
     "of an argument": lambda m, y: (y.features, y.grid.coords[:, 1:]),
