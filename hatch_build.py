@@ -15,6 +15,8 @@ def for_the_index(text: str, repository: str, version: str) -> str:
     >>> for_the_index("![a](docs/a.png) [b](docs/b.md#c) [d](https://e.org)", "owner/name", "1.0")
     '![a](https://raw.githubusercontent.com/owner/name/v1.0/docs/a.png) \
 [b](https://github.com/owner/name/blob/v1.0/docs/b.md#c) [d](https://e.org)'
+    >>> for_the_index("[![a](https://e.org/a.png)](LICENSE)", "owner/name", "1.0")
+    '[![a](https://e.org/a.png)](https://github.com/owner/name/blob/v1.0/LICENSE)'
     """
     text = text.replace("<address of this repository>", f"https://github.com/{repository}")
 
@@ -23,7 +25,8 @@ def for_the_index(text: str, repository: str, version: str) -> str:
         pages, files = f"https://github.com/{repository}/blob", f"https://raw.githubusercontent.com/{repository}"
         return f"{mark}[{words}]({files if mark else pages}/v{version}/{path})"
 
-    return re.sub(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", whole, text)
+    words = r"(?:!\[[^\]]*\]\([^)]*\)|[^\]])*"  # among them a badge, which is a picture with an address of its own
+    return re.sub(rf"(!?)\[({words})\]\((?![a-z]+:|#)([^)\s]+)\)", whole, text)
 
 
 class CustomMetadataHook(MetadataHookInterface):

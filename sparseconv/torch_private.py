@@ -211,8 +211,8 @@ def trace_reasons(graph_module: torch.fx.GraphModule) -> tuple[str | None, str |
         words = re.search(r"Explanation: (.*)", end.reason) or re.search(r"(.*)", end.reason)
         place = f" [{end.user_stack[-1].filename}:{end.user_stack[-1].lineno}]" if end.user_stack else ""
         broken = f"{words.group(1)}{place}" if words else place
-    metrics = private("_dynamo.utils.get_metrics_context", lambda: None)()
-    guard = getattr(metrics, "_metrics", {}).get("recompile_reason")
+    context = getattr(sys.modules.get("torch._dynamo.utils"), "get_metrics_context", lambda: None)
+    guard = getattr(context(), "_metrics", {}).get("recompile_reason")
     return broken, re.sub(r"^\d+/\d+: |\s*#.*", "", guard.splitlines()[0]) if guard else None
 
 

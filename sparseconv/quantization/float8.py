@@ -52,7 +52,7 @@ class Float8Function(layers.StepWithNumbers):
     """A sum, a concatenation, an activation, a norm or a pooling layer: on fp32, its result in e4m3."""
 
     kind = "function"
-    held = ("scales",)
+    extra_state_names = ("scales",)
 
     def __init__(
         self,
