@@ -30,6 +30,8 @@ def test_a_notebook_runs(path, monkeypatch):
     pytest.importorskip("ipykernel")
     pytest.importorskip("k3d")
     run = pytest.importorskip("nbmake.nb_run")
+    # of a kernel on a busy machine; 60 s are too few
+    monkeypatch.setattr(pytest.importorskip("nbclient").NotebookClient.startup_timeout, "default_value", 500)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # others run beside it
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a reader has no interpreter
