@@ -17,7 +17,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 from sparseconv.plan.convolution import Axes, ConvolutionPlan, as_epilogue, autocast, checked_window
 from sparseconv.plan.weights import by_tap
-from sparseconv.torch_private import exporting
+from sparseconv.torch_private import exporting, settable
 from sparseconv.transforms import tracing
 
 if TYPE_CHECKING:
@@ -148,9 +148,13 @@ class TracedGrid(VoxelGrid):
     def origin(self) -> Floats:  # type: ignore[override]
         return self._start if self.base is None else self.base.origin
 
-    @property
+    @settable
     def is_placed(self) -> bool:  # type: ignore[override]
         return self._is_placed if self.base is None else self.base.is_placed
+
+    @is_placed.setter
+    def is_placed(self, placed: bool) -> None:
+        self._is_placed = placed
 
     @property
     def plan_type(self) -> type | None:  # type: ignore[override]

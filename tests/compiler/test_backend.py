@@ -360,6 +360,27 @@ LOOKS: dict[str, Any] = {
 }
 
 
+GRIDS: dict[str, Any] = {
+    "union": lambda g: g.union(g.dilate(1)),
+    "intersection": lambda g: g.dilate(1).intersection(g),
+    "difference": lambda g: g.dilate(1).difference(g),
+    "coarsen": lambda g: g.coarsen(2),
+    "refine": lambda g: g.refine(2),
+    "dilate": lambda g: g.dilate(1),
+    "sorted": lambda g: g.sorted("morton")[0],
+    "cat": lambda g: sc.VoxelGrid.cat([g, g.dilate(1)]),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_are_made_of_a_programs_grids(name: str) -> None:
+    def parts(m: Any, y: sc.SparseTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = GRIDS[name](m.down(y).grid)
+        return y.features * 2, made.coords * made.batch_size
+
+    compare(lambda: Head(parts, down=nn.Conv(8, 4, 3, stride=2)), trains=False, replays=False, sizes=(200, 150, 210))
+
+
 @pytest.mark.parametrize("name", LOOKS)
 def test_what_looks_at_voxels_runs_eagerly(name: str) -> None:
     compare(lambda: Head(LOOKS[name]), trains=True, replays=False)
