@@ -452,8 +452,10 @@ def _put_back(state: list[tuple[Any, Any]]) -> None:
 
 
 def _dead(like: torch.Tensor, shape: Sequence[int], poison: bool) -> torch.Tensor:
-    """An array of rows that are no voxels."""
-    return like.new_full(tuple(shape), _dead_value(like, poison))
+    """An array of rows that are no voxels, with its axes in memory as those of ``like``: views were traced of them."""
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    made = like.new_full([shape[axis] for axis in order], _dead_value(like, poison))
+    return made.permute([order.index(axis) for axis in range(like.ndim)])
 
 
 def _dead_value(like: torch.Tensor, poison: bool) -> float:

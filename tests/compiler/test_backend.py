@@ -641,6 +641,15 @@ def test_tensors_on_two_grid_objects_are_joined_where_the_voxels_are_the_same() 
             compiled(x, moved)
 
 
+def test_attention_over_all_rows_views_tensors_as_they_lie() -> None:
+    def attend(m: Any, y: sc.SparseTensor) -> torch.Tensor:
+        rows = y.features[None]
+        return m.attention(rows, rows, rows, need_weights=False)[0][0]
+
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    compare(lambda: Head(attend, attention=attention), trains=True, sizes=(60, 55, 150, 57), replays=False)
+
+
 VIEWS: dict[str, Any] = {
     "of a result": lambda m, y: (y.features, y.features[:, :2]),
     "of an argument": lambda m, y: (y.features, y.grid.coords[:, 1:]),
