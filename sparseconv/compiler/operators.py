@@ -486,6 +486,9 @@ def _filled(x: torch.Tensor, count: torch.Tensor, axis: int, fill: float) -> tor
     """x with ``fill`` in its dead rows, which lie along ``axis``."""
     if not getattr(running, "fixed", False):
         return x.clone()  # no result of an operator shares an operand's memory
+    kernels = norm_kernels() if fill == 0 else None
+    if kernels is not None and kernels.on_kernels(x) and kernels.zero_dead_rows(x, count, axis):
+        return x  # what stood in its dead rows, nobody may read
     shape = [1] * x.ndim
     shape[axis] = -1
     live = (torch.arange(x.shape[axis], device=x.device) < count).view(shape)
@@ -572,16 +575,17 @@ def batch_norm(
     """
     none = x.new_empty(0)
     if has_dead_rows(x) and (kernels := _norm_kernels(x, weight, bias)) is not None:
-        moved: Any = None
-        if mean is not None and var is not None:  # the next ones; how many batches there were is counted elsewhere
-            both = torch.cat([mean, var])
-            moved = *both.chunk(2), torch.empty(1, dtype=torch.int64, device=x.device)
-        norm = kernels.Norm(eps, momentum, slope, moved, count)
+        running: Any = None
+        following: Any = none, none
+        if mean is not None and var is not None:  # how many batches there were is counted elsewhere
+            running = mean, var, torch.empty(1, dtype=torch.int64, device=x.device)
+            following = torch.empty_like(mean), torch.empty_like(var)
+        norm = kernels.Norm(eps, momentum, slope, running, count, following)
         y, kept = kernels.forward(
             x.contiguous(), weight, bias, None if residual is None else residual.contiguous(), norm
         )
         c = x.shape[1]
-        return y, kept[:c], kept[c : 2 * c], *((none, none) if moved is None else moved[:2])
+        return y, kept[:c], kept[c : 2 * c], *following
     found: Any
     if has_dead_rows(x):
         found = _norm_of_live_rows(x, weight, bias, mean, var, count, momentum, eps)

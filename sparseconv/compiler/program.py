@@ -230,6 +230,15 @@ class Region:
     def __init__(self, run: _Run, segment: list[Node]) -> None:
         self.segment, self.on_gpu, recording = segment, run.on_gpu, run.recording
         inside = set(segment)
+        #: nodes that are read after the segment, and, by node, those whose values nobody reads after it has run
+        self.leaving = [n for n in segment if n in run.graph.handles or any(u not in inside for u in n.users)]
+        self.last: dict[Node, list[Node]] = {}
+        unread = inside.difference(self.leaving)
+        for user in reversed(segment):
+            for node in (user, *user.all_input_nodes):
+                if node in unread:
+                    unread.remove(node)
+                    self.last.setdefault(user, []).append(node)
         graph, rows = run.graph, run.rows
         #: numbers that are part of the graph, and those of rows, by symbol
         self.numbers: list[tuple[Node, Any]] = []
@@ -247,7 +256,9 @@ class Region:
         #: what reads a spatial shape, which may change from scene to scene, and that shape
         self.shapes = {node: shape for node in segment if (shape := _shape_of(node))}
         for node in dict.fromkeys(n for user in segment for n in user.all_input_nodes if n not in inside):
-            found, known = run.arg(node), value(node)
+            if node in run.crossed:  # an earlier region has it in an array
+                continue
+            found, known = run.env[node], value(node)
             if not isinstance(found, torch.Tensor):
                 name = symbol(known) if is_number(node) else None
                 if name in rows.symbols and name is not None and node not in run.padded:
@@ -348,6 +359,9 @@ class Region:
         try:
             for node in self.segment:
                 run.env[node] = run.fixed(node)
+                for read in self.last.get(node, ()):
+                    if not isinstance(run.env[read], int):
+                        del run.env[read]
         finally:
             running.fixed = False
         self.made = self.made or [name for name in counts if name not in before]
@@ -385,13 +399,14 @@ class Region:
 
         before = _state_of([own_of(run.arg(n)) for n in self.handles])
 
-        inside = set(self.segment)
-        leaving = [n for n in self.segment if n in run.graph.handles or any(u not in inside for u in n.users)]
-
         def body() -> dict[Node, Any]:
             _put_back(before)
             self.body(run)
-            return {node: run.env[node] for node in leaving}
+            run.grids = []
+            made = {node: run.env[node] for node in self.leaving}
+            for node in self.segment:  # what a capture holds goes with it
+                run.env.pop(node, None)
+            return made
 
         try:
             with torch.no_grad():
@@ -401,9 +416,8 @@ class Region:
             run.program.broken = f"it cannot be captured: {str(error).splitlines()[0]}"
             _put_back(before)
             return
-        for node in self.segment:
-            if node not in self.values:
-                run.env.pop(node, None)
+        run.env.update(self.values)
+        torch.cuda.empty_cache()  # of captures that were tried
 
     def settle(self, run: _Run) -> None:
         """What the device says of this replay: raises DoesNotFit, or fills in the numbers of live rows."""

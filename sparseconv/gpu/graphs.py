@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
@@ -83,10 +84,13 @@ def capturing(
 ) -> Iterator[None]:
     """Within it, what is launched becomes the graph. Streams begin with pieces of memory.
 
-    ``pool`` is that of another graph, which then shares its memory.
+    ``pool`` is that of another graph, which then shares its memory. Cyclic garbage waits meanwhile: a CUDA graph in it,
+    whose end CUDA refuses during a capture, would break the capture off.
     """
     mode = "thread_local"  # what other threads ask of the device, such as pinned memory, is no part of the capture
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    collects = gc.isenabled()
+    gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), recorder, sides.run():
             for owner, piece in pieces.items():
@@ -97,6 +101,9 @@ def capturing(
     except RuntimeError:
         _end_broken(stream.device, pool)
         raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _end_broken(device: torch.device, pool: tuple[int, int]) -> None:

@@ -133,6 +133,24 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(broken):
     assert abs(float(kept.mean()) - 1) < 0.01
 
 
+@pytest.mark.gpu
+def test_a_graph_that_becomes_garbage_does_not_break_off_the_capture_of_another():
+    """CUDA refuses to destroy a graph while a stream is captured; the process ended."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(1 << 10, device=device)
+    garbage = [graphs.graph_of(lambda: x + 1, device)[0]]
+    garbage.append(garbage)
+    del garbage
+
+    def run():
+        kept = [[i] for i in range(100_000)]  # containers, until the collector has looked at all of its generations
+        return x * len(kept)
+
+    graph, found = graphs.graph_of(run, device)
+    graph.replay()
+    assert torch.equal(found, x * 100_000)
+
+
 class _Once:
     """A run that fails within the capture alone."""
 

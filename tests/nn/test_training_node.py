@@ -92,6 +92,43 @@ def test_kernels_equal_torch(affine, joined, slope, dtype):
         assert all(a is None or torch.equal(a, b) for a, b in zip(again, got[1:]))
 
 
+def test_the_next_running_statistics_can_be_written_elsewhere():
+    x = operands(300, 32, torch.float32, 3.0)[0]
+    running = tuple(t.to(DEVICE) for t in (torch.zeros(32), torch.ones(32), torch.tensor(4)))
+    onto = tuple(torch.full_like(t, float("nan")) for t in running[:2])
+    for alive, rows in ((None, 300), (200, 200), (1, 1)):
+        count = None if alive is None else torch.tensor([alive], dtype=torch.int32, device=DEVICE)
+        normalize.forward(x, None, None, None, normalize.Norm(1e-5, 0.25, 1.0, running, count, onto))
+        assert not running[0].any()
+        assert (running[1] == 1).all()
+        moved = rows > 1  # a single row has no variance
+        assert error(onto[0], 0.25 * moved * x[:rows].double().mean(0).cpu()) < 1e-5
+        var = x[:rows].double().var(0).cpu() if moved else torch.ones(32)
+        assert error(onto[1], 0.75 + 0.25 * var) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("alive", [0, 1, 200, 300])
+def test_dead_rows_become_zero_in_place(dtype, alive):
+    whole = torch.randn(300, 40, device=DEVICE).to(dtype)
+    count = torch.tensor([alive], dtype=torch.int32, device=DEVICE)
+    views = {
+        "whole": lambda t: t,
+        "columns": lambda t: t[:, 8:24],
+        "transposed": lambda t: t.T,
+        "one": lambda t: t[:, :1],
+    }
+    for name, view in views.items():
+        x = whole.clone()
+        axis = int(name == "transposed")
+        assert normalize.zero_dead_rows(view(x), count, axis)
+        want = whole.clone()
+        view(want).narrow(axis, alive, 300 - alive).zero_()
+        assert torch.equal(x, want), name
+    assert not normalize.zero_dead_rows(whole[:, :1].expand(300, 4), count, 0)
+    assert not normalize.zero_dead_rows(whole.view(300, 8, 5), count, 0)
+
+
 def test_results_are_written_whole_and_nothing_beside_them(monkeypatch):
     """Fresh memory full of NaN: every element of a result is written, and none of the workspace read before."""
 

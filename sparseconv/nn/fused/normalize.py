@@ -29,7 +29,8 @@ class Norm(NamedTuple):
     """What of a batch norm is no tensor with a gradient: its numbers and its running statistics.
 
     ``slope`` is the activation's below zero: 0 for relu, 1 for none. ``running`` are mean, variance and the count of
-    batches, moved in place, or None. ``alive`` (1,) int32 says how many rows are, the others following them; or None.
+    batches, or None; they follow each batch in place, or else the next mean and variance are written ``onto`` others.
+    ``alive`` (1,) int32 says how many rows are, the others following them; or None.
     """
 
     eps: float
@@ -37,6 +38,7 @@ class Norm(NamedTuple):
     slope: float
     running: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     alive: torch.Tensor | None = None
+    onto: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _launchers(
     w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
     number = 0.5  # any: they are fp32
     count = torch.int32
-    normalize = (x, x, w, w, sums, sums, r, r, tracked, x, count, *(int,) * 8, number, number, number)
+    normalize = (x, x, w, w, sums, sums, r, r, r, r, tracked, x, count, *(int,) * 8, number, number, number)
     return (
         Launcher(triton_norm.statistics_kernel, (x, sums, count, *(int,) * 3), 8),
         Launcher(triton_norm.normalize_kernel, normalize, 8),
@@ -152,7 +154,7 @@ def forward(
         run.constants,
     )
     _normalize(run, x, weight, bias, residual, norm, run.grids[0][0], kept, y)
-    if norm.running is not None:
+    if norm.running is not None and norm.onto is None:
         torch.autograd.graph.increment_version(norm.running)
     return y, kept
 
@@ -217,7 +219,7 @@ def _normalize(
         none if residual is None else at(residual),
         *((none, none) if weight is None or bias is None else (at(weight), at(bias))),
         *((none, none) if kept is None else (run.beyond(kept), at(kept))),
-        *((none, none, none) if running is None else (at(running[0]), at(running[1]), at(running[2]))),
+        *((none,) * 5 if running is None else map(at, (*running[:2], *(norm.onto or running[:2]), running[2]))),
         at(y),
         count,
     )
@@ -337,3 +339,27 @@ def _folds(result: torch.dtype, taps: torch.dtype, *others: torch.dtype | None) 
 
     types = (taps, *(dtype or taps for dtype in others), result, result, *(int,) * 4, 0.5)
     return Launcher(triton_norm.fold_kernel, types), pointer if INTERPRETED else torch.Tensor.data_ptr
+
+
+def zero_dead_rows(x: torch.Tensor, count: torch.Tensor, axis: int) -> bool:
+    """Write zero to the rows of x behind the first ``count`` (1,) int32, in place; False where that cannot be.
+
+    x is a matrix, aligned to 16 bytes, its rows along ``axis``; elements that share memory cannot be written.
+    """
+    if x.ndim != 2 or 0 in x.stride() or x.data_ptr() % 16:
+        return False
+    (rows, columns), (row_stride, column_stride) = ((t if axis == 0 else t[::-1]) for t in (x.shape, x.stride()))
+    block_c = 32 if columns > 16 else 16
+    blocks = TILE // block_c, block_c
+    launch, at = _zeros(x.dtype)
+    numbers = rows, columns, row_stride, column_stride
+    launch(x.device, (-(-rows // blocks[0]), -(-columns // block_c)), (at(x), at(count), *numbers), blocks)
+    return True
+
+
+@cache
+def _zeros(dtype: torch.dtype) -> tuple[Any, Any]:
+    from sparseconv.gpu.launcher import Launcher, pointer
+    from sparseconv.nn.fused import triton_norm
+
+    return Launcher(triton_norm.zero_kernel, (dtype, torch.int32, *(int,) * 4), 8), pointer

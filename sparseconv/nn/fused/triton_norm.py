@@ -6,6 +6,7 @@
                input_grad_kernel  parts added, dx = weight * rstd * (dz - mean(dz) - xhat * mean(dz * xhat))
     inference: fold_kernel        the weight and bias of the convolution before it, with the norm in them
                normalize_kernel   by running statistics, where no convolution comes before it
+    sums:      zero_kernel        zero in dead rows, for torch's sums over all rows
 
 A part is every ``parts``-th tile of rows. Parts are merged by every program that needs them, in one order: the same
 bits in every run, and nothing to reset between launches. act(z) = z for z > 0, slope * z elsewhere.
@@ -132,7 +133,9 @@ def normalize_kernel(
     parts_ptr,  # (2, parts, C); not read where parts is 0
     kept_ptr,  # (2, C) fp32: mean, rstd; written, or read where parts is 0
     running_mean_ptr,
-    running_var_ptr,  # (C,), moved where ``follows``; where parts is 0, read in place of ``kept``
+    running_var_ptr,  # (C,), read where ``follows``; where parts is 0, in place of ``kept``
+    next_mean_ptr,
+    next_var_ptr,  # (C,), those after this batch: written where ``follows``, unless parts is 0; they may be the same
     tracked_ptr,  # int64, one more where ``follows``
     y_ptr,  # (rows, C), its rows y_units * UNIT apart
     count_ptr,  # (1,) int32, read where ``counted``
@@ -162,14 +165,14 @@ def normalize_kernel(
         if first == 0:
             tl.store(kept_ptr + channel, mean, inside)
             tl.store(kept_ptr + channels + channel, rstd, inside)
-            if (follows != 0) & (alive > 1):
+            if follows != 0:  # a single row has no variance: they stay
                 old = tl.load(running_mean_ptr + channel, inside, other=0.0).to(tl.float32)
-                new = old * (1 - momentum) + mean * momentum
-                tl.store(running_mean_ptr + channel, new.to(running_mean_ptr.dtype.element_ty), inside)
+                new = tl.where(alive > 1, old * (1 - momentum) + mean * momentum, old)
+                tl.store(next_mean_ptr + channel, new.to(next_mean_ptr.dtype.element_ty), inside)
                 old = tl.load(running_var_ptr + channel, inside, other=0.0).to(tl.float32)
-                new = old * (1 - momentum) + spread / (alive - 1) * momentum
-                tl.store(running_var_ptr + channel, new.to(running_var_ptr.dtype.element_ty), inside)
-                if tl.program_id(1) == 0:
+                new = tl.where(alive > 1, old * (1 - momentum) + spread / tl.maximum(alive - 1, 1) * momentum, old)
+                tl.store(next_var_ptr + channel, new.to(next_var_ptr.dtype.element_ty), inside)
+                if (tl.program_id(1) == 0) & (alive > 1):
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
     elif follows != 0:
         mean = tl.load(running_mean_ptr + channel, inside, other=0.0).to(tl.float32)
@@ -361,3 +364,22 @@ def fold_kernel(
     tl.store(folded_ptr + at, folded.to(folded_ptr.dtype.element_ty), mask)
     shift = (start - mean) * scale + bias
     tl.store(shift_ptr + channel, shift.to(shift_ptr.dtype.element_ty), channel < few)
+
+
+@triton.jit
+def zero_kernel(
+    x_ptr,  # (rows, columns)
+    count_ptr,  # (1,) int32
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    dead = (row >= tl.load(count_ptr)) & (row < rows)
+    at = row.to(tl.int64)[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
+    zeros = tl.zeros((BLOCK_N, BLOCK_C), x_ptr.dtype.element_ty)
+    tl.store(x_ptr + at, zeros, mask=dead[:, None] & (column < columns)[None, :])
