@@ -60,6 +60,7 @@ def as_settled() -> None:
     stack.enter_context(_norms_of_unknown_rows())
     stack.enter_context(_without("_plans"))
     stack.enter_context(_arrays_of_names_stay())
+    stack.enter_context(_arrays_are_compared_alike())
     stack.enter_context(_integers_of_modules_stay())
     stack.enter_context(_symbols_are_found())
     _open.append(stack)
@@ -139,6 +140,20 @@ def _arrays_of_names_stay() -> Any:
         yield
     finally:
         wrappers[np.ndarray] = wrap
+
+
+@contextlib.contextmanager
+def _arrays_are_compared_alike() -> Any:
+    """Guards compare an array of NumPy as a tensor. Dynamo makes one outside of inference mode while it compiles, and
+    another within it at each call: they would never be alike."""
+    from torch._dynamo import guards
+
+    as_tensor = guards.from_numpy
+    guards.from_numpy = torch.inference_mode(False)(as_tensor)
+    try:
+        yield
+    finally:
+        guards.from_numpy = as_tensor
 
 
 @contextlib.contextmanager

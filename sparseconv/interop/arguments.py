@@ -50,7 +50,7 @@ def integers(values: Any, name: str, minimum: int | None = None) -> list[int]:
                 value = int(value)
             else:
                 try:
-                    value = operator.index(value)
+                    value = element(value) if tracing() else operator.index(value)
                 except (TypeError, RuntimeError, NotImplementedError):  # torch's, of a tensor of several
                     raise TypeError(f"{name} must be whole numbers; got {shortened(values)}") from None
         if minimum is not None and surely(value < minimum):
@@ -59,6 +59,14 @@ def integers(values: Any, name: str, minimum: int | None = None) -> list[int]:
             raise ValueError(f"{name} must fit in 32 bits; got {shortened(values)}")
         made.append(value)
     return made
+
+
+def element(value: Any) -> int:
+    """The integer of an array's element while torch traces; Dynamo of torch 2.11 gives an array no index."""
+    found = value.item() if isinstance(value, (np.ndarray, torch.Tensor)) else operator.index(value)
+    if not isinstance(found, int):
+        raise TypeError
+    return found
 
 
 def check_rows(name: str, rows: Any, columns: int, what: str) -> None:

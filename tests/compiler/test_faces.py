@@ -70,6 +70,8 @@ def compare(net, make=lambda call, f, c: call(f, c), training=True, replays=True
 
 
 class OfSpconv(torch.nn.Module):
+    shape = SHAPE
+
     def __init__(self):
         super().__init__()
         self.stem = spconv.SparseSequential(
@@ -92,7 +94,7 @@ class OfSpconv(torch.nn.Module):
         return both.features, self.end(both).dense(), coarse.features
 
     def forward(self, f, c):
-        return self.layers(spconv.SparseConvTensor(f, c, SHAPE, 2))
+        return self.layers(spconv.SparseConvTensor(f, c, self.shape, 2))
 
 
 class OfTensors(torch.nn.Module):
@@ -427,7 +429,12 @@ def test_what_is_assigned_to_a_tensor_is_read():
 
 
 class OfBatches(OfSpconv):
-    """Called with a batch of a data loader, names of frames among it, to which it adds what it finds."""
+    """Called with a batch of a data loader, names of frames among it, to which it adds what it finds. The shape is an
+    array, as OpenPCDet has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape = np.array(SHAPE)
 
     def forward(self, batch):
         found = super().forward(batch["features"], batch["coords"])
@@ -435,8 +442,9 @@ class OfBatches(OfSpconv):
         return batch
 
 
-@pytest.mark.parametrize("options", [{}, {"guard_filter_fn": accelerated.watched}])
-def test_a_batch_with_arrays_of_numpy_is_one_program(options):
+@pytest.mark.parametrize("options", [{}, {"guard_filter_fn": accelerated.watched}], ids=["all", "watched"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_batch_with_arrays_of_numpy_is_one_program(mode, options):
     net = OfBatches().double().eval()
     other = copy.deepcopy(net)
     compiled = torch.compile(net, backend="sparseconv", options={"poison": True, **options})
@@ -446,8 +454,10 @@ def test_a_batch_with_arrays_of_numpy_is_one_program(options):
             features, coords = scene(number)
             frames = np.array([f"{number:06d}.{item}" for item in range(2)])
             boxes = np.ones((2, 3 + number, 8))
-            with torch.no_grad():
+            with mode():
                 batches.append(call({"frame_id": frames, "features": features, "coords": coords, "boxes": boxes}))
+                if torch.is_grad_enabled():
+                    sum(t.sum() for t in numbers(batches[-1]["found"])).backward()
         ours, theirs = batches
         assert list(ours) == list(theirs)
         assert ours["count"] == 2
