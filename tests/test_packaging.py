@@ -63,6 +63,12 @@ def test_the_archive_of_sources_holds_what_the_tests_read(tmp_path):
         assert (sources / name).is_file(), name
 
 
+def test_torch_may_bring_its_own_triton():
+    """PyTorch's wheel on PyPI requires an exact version of Triton: another exact one has pip refuse every command."""
+    (line,) = re.findall(r"^triton\b(.*)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert line.startswith("<="), line
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_tests_of_the_archive_run_as_shipped(tmp_path):
