@@ -1,12 +1,14 @@
 """For mkdocstrings: examples in docstrings become code, arguments that share a line get a row each, shapes of one axis
-are shown as plainly as the others, and functions that a call makes have the words that it was given."""
+are shown as plainly as the others, names of types give way to what they stand for, and functions that a call makes have
+the words that it was given."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import reduce
 from typing import Any
 
 import griffe
@@ -68,6 +70,32 @@ def trim(given: Any) -> None:
             trim(part)
 
 
+def meaning(given: Any, modules: griffe.ModulesCollection) -> Any:
+    """An annotation with the module's own names for types (`Axes`, a `TypeVar`) replaced by what they stand for.
+
+    >>> code = "from typing import TypeVar\\nAxes = int | list[int]\\nT = TypeVar('T', int, str)\\n"
+    >>> code += "def f(x: Axes | None) -> T: ..."
+    >>> with griffe.temporary_visited_package("m", {"__init__.py": code}) as package:
+    ...     function = package["f"]
+    >>> str(meaning(function.parameters["x"].annotation, package.modules_collection))
+    'int | list[int] | None'
+    >>> str(meaning(function.returns, package.modules_collection))
+    'int | str'
+    """
+    if isinstance(given, griffe.ExprName):
+        try:
+            value = modules[given.canonical_path].value
+        except (KeyError, AttributeError, griffe.AliasResolutionError):
+            return given
+        if isinstance(value, griffe.ExprCall) and value.canonical_path == "typing.TypeVar":
+            kinds = [k.value if isinstance(k, griffe.ExprKeyword) else k for k in value.arguments[1:]]
+            return reduce(lambda left, right: griffe.ExprBinOp(left, "|", right), kinds) if kinds else given
+        return meaning(value, modules) if isinstance(value, griffe.ExprBinOp | griffe.ExprSubscript) else given
+    if isinstance(given, griffe.Expr):
+        return replace(given, **{f.name: meaning(getattr(given, f.name), modules) for f in fields(given) if f.init})
+    return [meaning(part, modules) for part in given] if isinstance(given, list | tuple) else given
+
+
 def made(statement: ast.stmt) -> tuple[str, str] | None:
     """The name and the docstring of a function that a call makes: of the first name, where it makes several.
 
@@ -92,6 +120,22 @@ class FencedExamples(griffe.Extension):
             trim([obj.returns, *(parameter.annotation for parameter in obj.parameters)])
         if isinstance(obj, griffe.Attribute):
             trim(obj.annotation)
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        modules = [pkg]
+        for scope in modules:
+            for member in scope.members.values():
+                if member.is_alias:
+                    continue
+                if member.is_module or member.is_class:
+                    modules.append(member)
+                elif member.is_function:
+                    for function in (member, *(member.overloads or ())):
+                        function.returns = meaning(function.returns, loader.modules_collection)
+                        for parameter in function.parameters:
+                            parameter.annotation = meaning(parameter.annotation, loader.modules_collection)
+                elif member.is_attribute:
+                    member.annotation = meaning(member.annotation, loader.modules_collection)
 
     def on_module_members(self, *, node: ast.AST | griffe.ObjectNode, mod: griffe.Module, **_: Any) -> None:
         for name, words in filter(None, map(made, getattr(node, "body", ()))):

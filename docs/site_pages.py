@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import builtins
 import json
 import os
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +148,72 @@ def description(markdown: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Long lines of code go on under their own beginning, in tables after a sign. A picture leads to its full size.
-
-    A class whose one base is private shows none.
-    """
-    html = re.sub(r'<p class="doc doc-class-bases">\s*Bases: <code><span[^>]*>_\w+</span></code></p>', "", html)
+    """Long lines of code go on under their own beginning, in tables after a sign. A picture leads to its full size."""
     html = re.sub(r'<div class="language-text highlight">.*?</div>', _printed, html, flags=re.DOTALL)
     html = re.sub(r'<span id="[^"]*__span-[\d-]+">(?:<a [^>]*></a>)?([^\n]*)', _line, html)
     html = re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]*", _breakable, cell[0]), html, flags=re.DOTALL)
     html = re.sub(r"(?<!</span>)(?<=<code>)[^<\s]{35,}(?=</code>)", _breakable, html)
     html = re.sub(r">[^<]*(?:\d|--?[a-z]|-&gt;)[^<]*", _whole, html)
     return re.sub(r'(<img alt="[^"]*" src="([^"]+)" ?/?>)(?!</a>)', r'<a href="\2">\1</a>', html)
+
+
+#: where types of Python are described
+PYTHON = dict.fromkeys(("int", "float", "bool", "object", "type"), "functions") | dict.fromkeys(
+    ("str", "bytes", "tuple", "list", "dict", "set", "range", "slice"), "stdtypes"
+)
+#: and those of PyTorch that have no page of their own
+TORCH = {
+    "torch.Tensor": "tensors",
+    "torch.Size": "size",
+    "torch.export.ExportedProgram": "export/api_reference",
+    "torch.optim.Optimizer": "optim",
+} | dict.fromkeys(("torch.device", "torch.dtype"), "tensor_attributes")
+
+
+def on_post_page(output: str, *, page: Any, **_: Any) -> str:
+    """Types that are not the library's own lead to where they are described; bases that no page describes go."""
+
+    def link(match: re.Match[str]) -> str:
+        address = described(match[1])
+        if address and "://" not in address:
+            address = posixpath.relpath(address, posixpath.dirname(page.file.src_uri) or ".")
+        return f'<a class="autorefs" href="{address}" title="{match[1]}">{match[2]}</a>' if address else match[0]
+
+    def bases(match: re.Match[str]) -> str:
+        described = [base for base in re.findall(r"<code>.*?</code>", match[2]) if "href" in base]
+        return f"{match[1]}Bases: {', '.join(described)}</p>" if described else ""
+
+    output = re.sub(r'<span title="([\w.]+)">([^<]*)</span>', link, output)
+    return re.sub(r'(<p class="doc doc-class-bases">)\s*Bases: (.*?)</p>', bases, output, flags=re.DOTALL)
+
+
+def described(name: str) -> str:
+    """Where a type of Python, PyTorch, NumPy, Matplotlib or jaxtyping is described; empty for others.
+
+    >>> described("collections.abc.Sequence")
+    'https://docs.python.org/3/library/collections.abc.html#collections.abc.Sequence'
+    >>> described("torch.nn.Module")
+    'https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html'
+    """
+    module, _, last = name.rpartition(".")
+    top = name.partition(".")[0]
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+        return f"https://docs.python.org/3/library/exceptions.html#{name}"
+    if place := PYTHON.get(name) or (module if top in sys.stdlib_module_names else ""):
+        return f"https://docs.python.org/3/library/{place}.html#{name}"
+    if top == "torch":
+        if module == "torch" and last.islower() and name not in TORCH:  # torch.float32
+            return "https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch.dtype"
+        if name in TORCH or module.startswith("torch.distributed"):
+            return f"https://docs.pytorch.org/docs/stable/{TORCH.get(name, 'distributed')}.html#{name}"
+        return f"https://docs.pytorch.org/docs/stable/generated/{name}.html"
+    if top == "numpy":
+        place = {"numpy.generic": "arrays.scalars", "numpy.typing.NDArray": "typing"}.get(name, f"generated/{name}")
+        return f"https://numpy.org/doc/stable/reference/{place}.html#{name}"
+    if top in ("matplotlib", "mpl_toolkits"):
+        return f"https://matplotlib.org/stable/api/_as_gen/{name}.html"
+    return "api/shapes.html" if top == "jaxtyping" else ""
 
 
 def _line(match: re.Match[str]) -> str:

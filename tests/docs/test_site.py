@@ -79,6 +79,16 @@ def test_the_reference_shows_no_markup_and_one_result_a_function(site):
             assert results.count("<li") == 1, (page, results[:300])
 
 
+def test_every_type_leads_to_where_it_is_described(site):
+    """In signatures and descriptions; a name in lower case is a value."""
+    for page in (site / "api").glob("*.html"):
+        text = page.read_text()
+        article = text[text.index("<article") :]
+        unlinked = {name for name in re.findall(r'<span title="([\w.]+)">', article) if re.search(r"[a-z]$", name)}
+        assert {name for name in unlinked if name.rpartition(".")[2][0].isupper()} == set(), page
+        assert 'title="torch.Tensor"' not in article or "https://docs.pytorch.org/docs/stable/tensors.html" in article
+
+
 def test_what_is_printed_scrolls_only_where_it_has_columns(site):
     text = (site / "how-it-works.html").read_text()
     blocks = re.findall(r'<div class="language-text([^"]*)highlight">(.*?)</div>', text, re.DOTALL)
