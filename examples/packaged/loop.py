@@ -170,12 +170,15 @@ def draw(task: Task, run: Training, path: Path) -> None:
     plt.close(figure)
 
 
-def options(text: str, steps: int, millimetres: float | None = None, archive: str = "") -> argparse.Namespace:
+def options(
+    text: str, steps: int | None = None, millimetres: float | None = None, archive: str = ""
+) -> argparse.Namespace:
     """The command line of an example."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     if archive:
         parser.add_argument("archive", type=Path, help=f"source distribution of the package, {archive}")
-    parser.add_argument("--steps", type=int, default=steps)
+    if steps is not None:
+        parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
     if millimetres is not None:
         parser.add_argument("--millimetres", type=type(millimetres), default=millimetres, help="edge of a voxel")
