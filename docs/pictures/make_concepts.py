@@ -58,7 +58,7 @@ def kernel_map(folder: Path) -> None:
         "ConvolutionPlan(grid, 3): outputs where inputs are": sc.ConvolutionPlan(grid, 3),
         "ConvolutionPlan(grid, 2, stride=2): coarse voxels": down,
         "its transpose(): the same edges, back": down.transpose(),
-        "boundary=Boundary.periodic((8,)): 7 and 0 are neighbours": sc.ConvolutionPlan(
+        "boundary=Boundary.periodic((8,)): 7 and 0 are neighbors": sc.ConvolutionPlan(
             grid, 3, boundary=sc.Boundary.periodic((8,))
         ),
     }
