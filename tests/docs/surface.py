@@ -20,6 +20,8 @@ CALLED = ("__init__", "__call__")
 #: names of other libraries, whose signatures are theirs
 FOREIGN = ("sparseconv.interop.",)
 SHOWN = re.compile(r"^::: (\S+)", re.MULTILINE)
+#: what follows is described in a sentence, its constructors and members are private
+NAMED = "## Types of arguments and results"
 
 
 def found(path: str) -> Any:
@@ -41,7 +43,7 @@ def public_things() -> Iterator[Any]:
         module = import_module("sparseconv" + room)
         yield from (getattr(module, name) for name in module.__all__)
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
-        for path in SHOWN.findall(page.read_text()):
+        for path in SHOWN.findall(page.read_text().partition(NAMED)[0]):
             thing = found(path)
             if not inspect.ismodule(thing):
                 yield thing
