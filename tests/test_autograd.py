@@ -207,6 +207,11 @@ def test_batches_under_vmap_are_those_of_a_loop(case):
     same(vmap(run, (None, 2))(xs[0], ws.movedim(0, 2)), [run(xs[0], w) for w in ws])
     same(vmap(run, out_dims=1)(xs, ws, biases).movedim(1, 0), [run(*several) for several in zip(xs, ws, biases)])
     same(vmap(run, (None, None, 0))(xs[0], ws[0], biases), [run(xs[0], ws[0], b) for b in biases])
+
+    def pulled(w):
+        return torch.func.vjp(lambda x: run(x, w), xs[0])[1](gs[0])[0]
+
+    same(vmap(pulled)(ws), [pulled(w) for w in ws])
     nested = vmap(lambda x: vmap(lambda w: run(x, w))(ws))(xs)
     same(nested, [torch.stack([run(x, w) for w in ws]) for x in xs])
     for argument in (0, 1):

@@ -135,3 +135,19 @@ def test_gradients_come_back_to_the_scenes():
     joined = default_collate([a, b])
     joined.features[: len(a.grid)].square().sum().backward()
     assert torch.equal(a.features.grad, 2 * a.features.detach())
+
+
+def test_jagged_tensors_follow_the_rows_of_each_item():
+    coords = torch.tensor([[2, 0], [0, 3], [2, 5], [0, 1], [2, 4], [3, 3]])
+    grid = sc.VoxelGrid(coords, 4)
+    x = sc.SparseTensor(grid, torch.arange(12.0).view(6, 2).requires_grad_())
+    nested = x.to_nested()
+    assert [len(item) for item in nested.unbind()] == [2, 0, 3, 1]
+    for mine, item in zip(nested.unbind(), x.to_list(), strict=True):
+        assert torch.equal(mine, item)
+    back = sc.SparseTensor.from_nested(grid, nested)
+    assert torch.equal(back.features, x.features)
+    (back.features * x.features.detach()).sum().backward()
+    assert torch.equal(x.features.grad, x.features.detach())
+    with pytest.raises(ValueError, match="lengths"):
+        sc.SparseTensor.from_nested(sc.VoxelGrid(coords, 5), nested)

@@ -75,6 +75,9 @@ def test_an_operator_checks_its_operands(name, backend):
                        if isinstance(v, torch.Tensor)}  # fmt: skip
             with pytest.raises(REFUSED):
                 print(what, operator(name)(**(given | tensors)))
+    if name == "adjoint":
+        with pytest.raises(ValueError, match="must be None for the adjoint"):
+            operator(name)(**fits | {"bias": torch.ones(12)})
 
 
 def test_a_compiled_program_checks_its_operands():

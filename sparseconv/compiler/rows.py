@@ -163,6 +163,10 @@ class Rows:
         self.least: dict[str, int] = {}
         for node in self.graph.nodes:
             self._find(node)
+            # torch works out what floats are made of as tensors, sizes among them in its default dtype
+            if node.target is aten.scalar_tensor.default and is_number(node.args[0]) and not node.kwargs:
+                node.kwargs = {"dtype": torch.float64}
+                node.meta["val"] = value(node).double()
         self.keys -= self.symbols
         #: by symbol: a node whose first axis has it, the number of live rows, and which rows are live
         self._sources: dict[str, Node] = {}

@@ -35,7 +35,7 @@ def scene(seed: int, voxels: int) -> sc.SparseTensor:
     coords = torch.unique(torch.cat([items, cells], 1), dim=0)
     coords = coords[torch.randperm(len(coords), generator=generator)].int()
     features = torch.randn(len(coords), 4, generator=generator, dtype=torch.float64)
-    return sc.SparseTensor(sc.VoxelGrid(coords, 2), features)
+    return sc.SparseTensor(sc.VoxelGrid(coords, 3), features)  # the last item is empty
 
 
 class Head(torch.nn.Module):
@@ -102,7 +102,7 @@ POOLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm of channels that learns": (lambda m, y: m["other"](y), {"other": nn.LayerNorm(8)}),
     "mean of items": (lambda m, y: m["pool"](y), {"pool": nn.GlobalAvgPool()}),
     "maximum of items": (lambda m, y: m["pool"](y), {"pool": nn.GlobalMaxPool()}),
-    "dense": (lambda m, y: y.to_dense((12, 12, 12)), {}),
+    "dense": (lambda m, y: y.to_dense(sc.IndexRange((0, -2, -1), (12, 12, 13))), {}),
 }
 
 
@@ -121,7 +121,13 @@ ROWS: dict[str, Any] = {
     "a mean": lambda m, y: y.features - y.features.mean(0),
     "a sum": lambda m, y: y.features / (1 + y.features.abs().sum(0)),
     "a softmax": lambda m, y: y.features.softmax(0),
-    "a largest value": lambda m, y: y.features - y.features.max(),
+    "values beyond 0": lambda m, y: (
+        y.features
+        - (y.features - 9).max()
+        - (y.features - 9).amax(0)
+        - (y.features + 9).min()
+        - (y.features + 9).amin(0)
+    ),
     "a product over rows": lambda m, y: y.features.T @ y.features,
     "channels side by side": lambda m, y: torch.cat([y.features[:, 2:5], y.features.relu()], 1),
     "a norm of channels": lambda m, y: torch.nn.functional.layer_norm(y.features, (8,)),
@@ -130,6 +136,37 @@ ROWS: dict[str, Any] = {
 
 def test_what_looks_along_the_rows_sees_live_ones() -> None:
     compare(lambda: Head(lambda m, y: [of(m, y) for of in ROWS.values()]), trains=True)
+
+
+class Joining(torch.nn.Module):
+    """What follows convolutions in evaluation: norms, residuals that are made before and after them, and activations
+    with numbers; a vector, which is no residual, and a norm whose result is read twice, which joins nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(nn.SubmanifoldConv(4 if i == 0 else 8, 8, 3, bias=i == 1) for i in range(4))
+        self.norms = torch.nn.ModuleList(nn.BatchNorm(8) for _ in range(3))
+        self.shift = torch.nn.Parameter(torch.randn(8))
+        for part in self.norms:
+            for t in (part.weight, part.bias, part.running_mean, part.running_var):
+                torch.nn.init.uniform_(t, 0.5, 2)
+
+    def forward(self, x: sc.SparseTensor) -> list[torch.Tensor]:
+        y = self.convs[0](x)
+        z = self.convs[1](y)
+        late = y.features.cos()
+        z = self.norms[0](z).features
+        w = self.norms[2](self.convs[3](y)).features
+        return [
+            torch.nn.functional.leaky_relu(z + late, 0.2),
+            torch.nn.functional.leaky_relu(self.norms[1](self.convs[2](y)).features + y.features),
+            (self.convs[2](y).features + self.shift).relu(),
+            w.sigmoid() + w,
+        ]
+
+
+def test_what_follows_a_convolution_is_joined_to_it() -> None:
+    compare(Joining, trains=False, sizes=(200, 150, 210))
 
 
 class AmongRegions(torch.nn.Module):
@@ -164,6 +201,8 @@ COUNTS: dict[str, Any] = {
     "a root": lambda y, n: y / math.sqrt(n),
     "what stands elsewhere": lambda y, n: torch.where(y > 0, y, n),
     "a fraction beside integers": lambda y, n: y.argmax(1) * (1.0 / n),
+    "beside halves": lambda y, n: y.half() * (n / 7),
+    "more than 64 bits": lambda y, n: y * (float(n**9) * 1e-22),
     "among the results": lambda y, n: (y, torch.full((3,), n)),
 }
 
@@ -185,17 +224,19 @@ def listed(found: Any) -> list[Any]:
 #: each with its dtype, which `compare` asks for
 INTEGERS: dict[str, Any] = {
     "a sum of integers": lambda y: (y.argmax(1).sum(0), (y > 0).sum(), (y > 0).sum(0)),
+    "a largest integer": lambda y: (y.argmax(1).amax(0), y.argmin(1).max()),
     "a mean in another dtype": lambda y: y.float().mean(0, dtype=torch.float64),
     "a choice from each row": lambda y: y.gather(1, y.argmax(1, keepdim=True)),
     "pieces of each row": lambda y: torch.cat([*y.split([3, 5], 1), *y.chunk(2, 1)], 1),
     "a column": lambda y: y[:, 0] * y[:, -1],
     "rows side by side": lambda y: (y.T.reshape(-1), y.flatten()),
+    "channels in rows": lambda y: y.T.reshape(y.shape),
 }
 
 
 def test_what_is_known_of_rows_has_its_dtype_and_layout() -> None:
     def function(module: Any, y: sc.SparseTensor) -> Any:
-        of_coords = (y.grid.coords.sum(0), y.features.gather(1, y.grid.coords[:, 1:2].long() % 8))
+        of_coords = (y.grid.coords.sum(0), y.features.gather(1, y.grid.coords[:, 1:2].long().clamp_max(7)))
         return [t for found in INTEGERS.values() for t in listed(found(y.features))] + list(of_coords)
 
     compare(lambda: Head(function), trains=True)
@@ -204,7 +245,7 @@ def test_what_is_known_of_rows_has_its_dtype_and_layout() -> None:
 OTHERS: dict[str, Any] = {
     "a mask": lambda m, y: y.features[y.features[:, 0] > 0],
     "the first rows": lambda m, y: y.features[:16],
-    "rows in order": lambda m, y: y.features.sort(0).values,
+    "rows in order": lambda m, y: y.features.sort(0, descending=True).values,  # NaN would come first
     "a branch on rows": lambda m, y: y.features if len(y.features) > 100 else y.features * 2,
 }
 
@@ -259,6 +300,8 @@ def test_gradients_have_gradients() -> None:
             grad.square().sum().backward()
     for mine, other in zip(module.parameters(), eager.parameters()):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-9)
+    for mine, other in zip(module.buffers(), eager.buffers()):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
 def test_a_hook_of_every_module_is_called() -> None:
@@ -349,6 +392,8 @@ def test_a_weight_that_is_written_to_before_the_backward_pass_is_an_error() -> N
         loss = compiled(sc.SparseTensor(x.grid, x.features.requires_grad_())).features.square().sum()
         with torch.no_grad():
             module.conv.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="was written to after the forward pass"):
+            torch.autograd.grad(loss, x.features, create_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -547,9 +592,17 @@ def test_what_no_gradient_reaches_has_none() -> None:
     steps(lambda: Head(lambda m, y: (m.first(y.features), m.second(y.features)), **parts), SCENES)
 
 
+def test_a_largest_value_of_no_row_is_an_error() -> None:
+    nothing = SCENES[0].subset(torch.zeros(len(SCENES[0].grid), dtype=torch.bool))
+    steps(lambda: Head(lambda m, y: y.features - y.features.max()), [*SCENES[:2], nothing, SCENES[3]])
+
+
 def test_a_scene_that_does_not_fit_draws_its_random_numbers_once() -> None:
+    """It has as many voxels as there is room for, and more coarser ones, which are found behind the dropout."""
     parts = {"drop": torch.nn.Dropout(0.5), "down": nn.Conv(8, 8, 2, stride=2), "last": nn.SubmanifoldConv(8, 8, 3)}
-    steps(lambda: Head(lambda m, y: m.last(m.down(y.with_features(m.drop(y.features)))), **parts), SCENES)
+    dense = [x.subset((x.grid.coords[:, 1:] < 6).all(1)) for x in (scene(seed, 3000) for seed in range(3))]
+    scenes = [*dense[:2], scene(3, 500), dense[2]]
+    steps(lambda: Head(lambda m, y: m.last(m.down(y.with_features(m.drop(y.features)))), **parts), scenes)
 
 
 def test_numbers_that_gradients_alone_are_made_of() -> None:
@@ -634,9 +687,9 @@ def test_tensors_on_two_grid_objects_are_joined_where_the_voxels_are_the_same() 
     module = Joined().double().eval()
     compiled = torch.compile(module, backend="sparseconv")
     for x in SCENES:
-        like = sc.SparseTensor(sc.VoxelGrid(x.grid.coords.clone(), 2), x.features * 2)
+        like = sc.SparseTensor(sc.VoxelGrid(x.grid.coords.clone(), 3), x.features * 2)
         torch.testing.assert_close(compiled(x, like), module(x, like), rtol=1e-9, atol=1e-9)
-        moved = sc.SparseTensor(sc.VoxelGrid(x.grid.coords.flip(0), 2), x.features)
+        moved = sc.SparseTensor(sc.VoxelGrid(x.grid.coords.flip(0), 3), x.features)
         with pytest.raises(ValueError, match="different voxels"):
             compiled(x, moved)
 

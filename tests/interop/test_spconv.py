@@ -114,6 +114,31 @@ def test_outputs_stay_in_the_spatial_shape_and_are_sorted():
     assert torch.equal(y.indices, torch.unique(y.indices, dim=0))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        (3, {"stride": 2, "padding": 1}),
+        ((2, 3, 1), {"stride": (2, 1, 3)}),
+        ((3, 1, 2), {"stride": 2, "padding": (2, 0, 1)}),
+        (2, {"stride": 3, "padding": 1, "output_padding": (1, 0, 2)}),
+        (3, {"padding": 1, "dilation": 2}),
+    ],
+)
+def test_layers_are_torchs_dense_ones(kernel, options):
+    x = tensor()
+    x = x.replace_feature(x.features.double())
+    kinds = {"output_padding": ["Transpose"], "dilation": [""]}.get(next(reversed(options)), ["", "Transpose"])
+    for kind in kinds:
+        made = {"bias": False, "transposed": bool(kind), "dtype": torch.float64, **options}
+        layer = spconv.conv.SparseConvolution(3, 5, 6, kernel, **made)
+        axes = (4, 0, 1, 2, 3) if kind else (0, 4, 1, 2, 3)
+        dense = getattr(torch.nn.functional, "conv_transpose3d" if kind else "conv3d")
+        y = layer(x)
+        want = dense(x.dense(), layer.weight.permute(axes), **options)
+        assert y.spatial_shape == list(want.shape[2:])
+        torch.testing.assert_close(y.dense(), want)
+
+
 def test_an_output_without_cells_is_an_error():
     with pytest.raises(ValueError, match="no cell"):
         spconv.SparseConv3d(5, 6, 9)(tensor())

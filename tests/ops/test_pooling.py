@@ -108,6 +108,8 @@ def test_unpooling_equals_torch_on_a_full_grid():
     assert torch.equal(back.to_dense(), F.max_unpool2d(values, indices, 2))
     copied = x.with_features(ops.unpool(y, plan.transpose()))
     assert torch.equal(copied.to_dense(), F.interpolate(values, scale_factor=2))
+    shared = x.with_features(ops.avg_pool(y, plan.transpose(), count_absent=True))
+    assert torch.equal(shared.to_dense(), F.interpolate(values, scale_factor=2) / 4)
 
 
 def test_an_output_without_edges_is_zero_and_takes_no_gradient():

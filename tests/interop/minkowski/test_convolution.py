@@ -142,6 +142,10 @@ def test_outputs_at_given_coordinates():
     assert torch.equal(by_key.F, y.F)
     assert torch.equal(by_tensor.F, y.F)
     assert by_key.coordinate_map_key == y.coordinate_map_key
+    one = ME.MinkowskiConvolution(3, 4, 1, dimension=3).double()
+    some = torch.cat([x.C[::3], coords[:5]])
+    there = (some[:, None] == x.C).all(2).double()
+    assert torch.allclose(one(x, some).F, there @ x.F @ one.kernel)
     with pytest.raises(TypeError, match="SparseTensor"):
         layer(x, [1, 2])
 

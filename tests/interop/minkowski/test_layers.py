@@ -77,7 +77,8 @@ def test_global_pools(how):
     }[how]
     x = tensor(batch=3)
     kept = ME.MinkowskiPruning()(x, x.C[:, 0] != 1)
-    for source in (x, kept):
+    few = ME.SparseTensor(x.F[x.C[:, 0] < 1], x.C[x.C[:, 0] < 1], coordinate_manager=x.coordinate_manager)
+    for source in (x, kept, few):
         y = layer(source)
         assert y.tensor_stride == [0, 0, 0]
         assert y.C.tolist() == [[b, 0, 0, 0] for b in range(3)]
