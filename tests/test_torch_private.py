@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import sparseconv
+from sparseconv import nn, torch_private
 from tests.forked import printed
 
 ROOT = Path(sparseconv.__file__).parent
@@ -103,6 +105,42 @@ def test_a_plan_and_a_network_run_without_them(missing):
     for names, said in found:
         assert said.startswith("["), f"without torch.{names}: {said}"
         assert json.loads(said) == pytest.approx(json.loads(want), rel=1e-4, abs=1e-4), names
+
+
+NEWER = r" needs torch 2\.11 or newer; this is .*: update torch, or run the network eagerly, which this version does"
+COORDS = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.int32)
+
+
+def test_what_needs_a_newer_torch_is_refused_by_name(monkeypatch):
+    """Before anything is traced, changed or written."""
+    from sparseconv.compiler import backend
+
+    monkeypatch.setattr(torch_private, "VERSION", (2, 8))
+    net = nn.UNet(4, 3, channels=(4, 8)).eval()
+    with pytest.raises(RuntimeError, match=r"sparseconv\.export\.export" + NEWER):
+        sparseconv.export.export(net, (COORDS, torch.randn(2, 4)))
+    with pytest.raises(RuntimeError, match=r"torch\.compile\(backend='sparseconv'\)" + NEWER):
+        backend.sparseconv(torch.fx.symbolic_trace(torch.nn.ReLU()), [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match=r"nn\.capture without an example\)" + NEWER):
+        nn.capture(net)
+    with pytest.raises(RuntimeError, match=r"sc\.accelerate .*" + NEWER):
+        sparseconv.accelerate(net)
+    assert net._compiled_call_impl is None
+
+
+def test_a_trace_by_an_older_torch_names_the_one_that_it_needs(monkeypatch):
+    """Where it meets the first voxels; and Dynamo's settings are as before."""
+    pytest.importorskip("torch._functorch.aot_autograd", exc_type=ImportError)  # of 2.6, not with Triton 3.6
+    from sparseconv.compiler import backend, settings
+
+    monkeypatch.setattr(torch_private, "VERSION", (2, 8))
+    before = {name: getattr(torch._dynamo.config, name, None) for name in settings.WANTED}
+    # torch.compile is skipped in tests with an older torch
+    compiled = torch._dynamo.optimize(backend.sparseconv)(nn.UNet(4, 3, channels=(4, 8)).eval())
+    with pytest.raises(Exception, match=r"torch\.compile\(backend='sparseconv'\)" + NEWER):
+        compiled(sparseconv.SparseTensor(sparseconv.VoxelGrid(COORDS), torch.randn(2, 4)))
+    assert before == {name: getattr(torch._dynamo.config, name, None) for name in settings.WANTED}
 
 
 def test_private_names_are_in_one_file():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.torch_private import any_module_hook, leave_to_python
+from sparseconv.torch_private import LEAST_TO_TRACE, any_module_hook, check_version, leave_to_python
 
 #: what Dynamo must do for programs of this library
 WANTED: dict[str, Any] = {
@@ -35,6 +35,7 @@ def while_tracing() -> None:
         compiler = inner
     if getattr(compiler, "__module__", None) != f"{__package__}.backend":
         return
+    check_version("torch.compile(backend='sparseconv')", LEAST_TO_TRACE)
     if any_module_hook():
         leave_to_python("a hook is called around every module")
     as_settled()

@@ -14,7 +14,13 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn.captured_inference import CapturedInference
 from sparseconv.nn.geometry import LayerGeometry
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import errors_are_eager, forget_values, global_of_guard
+from sparseconv.torch_private import (
+    LEAST_TO_TRACE,
+    check_version,
+    errors_are_eager,
+    forget_values,
+    global_of_guard,
+)
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -39,6 +45,7 @@ def accelerate(model: Module) -> Module:
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: it has no sparse layer.
+        RuntimeError: there is a CUDA device, and torch is older than 2.11.
 
     >>> import sparseconv as sc
     >>> from sparseconv import nn
@@ -64,6 +71,8 @@ def accelerate(model: Module) -> Module:
 
 def compile_part(module: torch.nn.Module) -> None:
     """Compile one module, as `accelerate` compiles the sparse parts of a model."""
+    if torch.cuda.is_available():  # without it calls stay plain
+        check_version("sc.accelerate (and nn.capture without an example)", LEAST_TO_TRACE)
     if module._compiled_call_impl is not None:
         return
     plain = module._call_impl
