@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,8 @@ def write(state: Mapping[str, Shaped[torch.Tensor, " ..."]], path: str | Path) -
     """Write tensors by key, as safetensors where the name ends so, else as torch.save does; whole or not at all.
 
     Of tensors that share memory, as tied weights do, each is written for itself. No link is followed, and a link at
-    ``path`` itself is replaced. Raises ValueError where no file can be written there, TypeError for no plain tensors.
+    ``path`` itself is replaced. Raises ValueError where no file can be written there, or safetensors does not know a
+    dtype, and TypeError for no plain tensors.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -187,6 +189,12 @@ def write(state: Mapping[str, Shaped[torch.Tensor, " ..."]], path: str | Path) -
     stored = {key: _stored(key, value, seen) for key, value in state.items()}
     with written_whole(path) as part:
         if path.suffix == ".safetensors":
-            _safetensors().save_file(stored, str(part))
+            try:
+                _safetensors().save_file(stored, str(part))
+            except KeyError as error:  # a dtype
+                raise ValueError(
+                    f"{path}: safetensors {version('safetensors')} does not hold {error.args[0]}: update it, or write "
+                    "a .pt file"
+                ) from error
         else:
             torch.save(stored, part)
