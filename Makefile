@@ -8,7 +8,7 @@ CONSTRAINED := -c constraints.txt
 INSTALL := $(PIP) install -q --no-compile $(CONSTRAINED)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test oldest lint wheel bench notebooks docs docs-version clean
+.PHONY: demo test oldest eager lint wheel bench notebooks docs docs-version clean
 demo: $(VENV)/.demo
 	OMP_WAIT_POLICY=passive $(BIN)/sparseconv demo
 
@@ -21,6 +21,14 @@ TORCH  ?= $(shell sed -n 's/^torch==//p' oldest.txt)
 OLDEST ?= .venv-oldest-$(TORCH)
 oldest: $(OLDEST)/.tests
 	$(OLDEST)/bin/python -m pytest $(if $(TESTS),$(TESTS),-n auto --dist worksteal)
+
+# what every torch from 2.6 on does, in some two minutes; make eager TORCH=2.8.0
+EAGER := "tests/docs/test_documentation.py::test_a_page_runs[README.md]" tests/test_torch_private.py tests/test_tensor.py
+EAGER += $(addprefix tests/nn/test_,convolution.py networks.py normalization.py training.py)
+EAGER += $(addprefix tests/interop/,test_checkpoints.py test_spconv.py minkowski/test_layers.py)
+EAGER += $(addprefix tests/interop/,torchsparse/test_layers.py flex_gemm fvdb) tests/backends/test_every_backend.py
+eager: $(OLDEST)/.tests
+	$(OLDEST)/bin/python -m pytest -n 0 -k "not triton and not numpy" $(EAGER)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

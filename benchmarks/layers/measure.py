@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from benchmarks.layers.captured import captured_map
-from benchmarks.layers.peers import PEERS, Dense
+from benchmarks.layers.peers import PEERS, Dense, Dictionary
 from sparseconv.bench import cases
 from sparseconv.bench.implementations import IMPLEMENTATIONS, by_name
 from sparseconv.bench.measure import MAP, QUANTITIES, TIMERS, Job, Layer, Row, measure, operands
 from sparseconv.bench.timing import clock_of
 
-#: the package's implementations, dense convolution, and the peers
-EVERYONE = by_name((*IMPLEMENTATIONS.values(), Dense, *PEERS))
+#: the package's implementations, dense convolution, a loop over a dictionary, and the peers
+EVERYONE = by_name((*IMPLEMENTATIONS.values(), Dense, Dictionary, *PEERS))
 #: a map by one graph that was captured before: a scene's coordinates copied in, the graph replayed
 CAPTURED_MAP = "captured_map"
 #: compile, and leave the compiled kernels in the caches

@@ -7,6 +7,7 @@ there and back within the timed call, as its user would.
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -386,6 +387,37 @@ class Dense(Convolution):
     def weight_grad(self) -> torch.Tensor:
         assert self.weight.grad is not None
         return unboxed(self.weight.grad)
+
+
+class Dictionary(Convolution):
+    """What one writes without a library: rows by voxel in a dictionary, and a gather, a product and an index_add a tap."""
+
+    name = "dictionary"
+    devices = ("cpu",)
+    kernels = None
+
+    def prepare(self) -> None:
+        voxels = [tuple(voxel) for voxel in self.coords.tolist()]
+        rows = {voxel: row for row, voxel in enumerate(voxels)}
+        half = self.kernel // 2
+        self.edges = []
+        for tap in product(range(-half, half + 1), repeat=3):
+            seen = [rows.get((b, x + tap[0], y + tap[1], z + tap[2])) for b, x, y, z in voxels]
+            pairs = [(row, out) for out, row in enumerate(seen) if row is not None]
+            self.edges.append(torch.tensor(pairs, device=self.coords.device).reshape(-1, 2).t().contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.new_zeros(len(x), self.channels)
+        for (rows, outs), weight in zip(self.edges, self.weight):
+            y.index_add_(0, outs, x[rows] @ weight)
+        return y
+
+    def set_weight(self, weight: torch.Tensor) -> None:
+        self.weight = weight.to(self.dtype).clone().requires_grad_()
+
+    def weight_grad(self) -> torch.Tensor:
+        assert self.weight.grad is not None
+        return self.weight.grad
 
 
 def _axes_reversed(weight: torch.Tensor) -> torch.Tensor:

@@ -158,13 +158,15 @@ class Sparseconv(Convolution):
         return found
 
 
-def named(asked: str, device: str, *modules: str, without: tuple[str, ...] = ()) -> type[Sparseconv]:
-    """This library held to one backend on the device that it serves; ``modules``: without which it cannot run."""
+def named(
+    asked: str, kinds: tuple[str, ...], modules: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> type[Sparseconv]:
+    """This library held to one backend on the devices that it serves; ``modules``: without which it cannot run."""
 
     class Named(Sparseconv):
         name = f"sparseconv:{asked}"
         backend = asked
-        devices = (device,)
+        devices = kinds
         needs = modules
         dtypes = tuple(dtype for dtype in Sparseconv.dtypes if dtype not in without)
 
@@ -180,10 +182,11 @@ def by_name(kinds: Iterable[type[Convolution]]) -> Implementations:
 
 
 BACKENDS = (
-    named("triton_implicit_gemm", "cuda", "triton", without=("fp64",)),
-    named("cupy_gather_scatter", "cuda", "cupy"),
-    named("llvm_implicit_gemm", "cpu", "llvmlite"),
-    named("numpy_gather_scatter", "cpu"),
+    named("triton_implicit_gemm", ("cuda",), ("triton",), without=("fp64",)),
+    named("cupy_gather_scatter", ("cuda",), ("cupy",)),
+    named("llvm_implicit_gemm", ("cpu",), ("llvmlite",)),
+    named("numpy_gather_scatter", ("cpu",)),
+    named("torch_gather_scatter", ("cuda", "cpu")),
 )
 #: ours first
 IMPLEMENTATIONS = by_name((Sparseconv, *BACKENDS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import sparseconv as sc
 from sparseconv.backends import cupy_gather_scatter as cupy_rows
 from sparseconv.backends.gather_scatter import NumpyGatherScatter
 from sparseconv.geometry.kernel_map import KernelMap
+from tests import forked
 
 BACKEND = NumpyGatherScatter()
 SUMS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -133,3 +135,13 @@ def test_rows_are_moved_by_cupy(dtype, channels, strided):
     want = total.index_add(0, rows, out.to(total.dtype))
     backend.scatter_add(out, rows, total)
     assert torch.equal(total, want)
+
+
+@pytest.mark.parametrize("chosen", [" and integers", pytest.param("", marks=pytest.mark.slow)])
+def test_cases_without_triton_and_llvmlite(chosen):
+    """Values and derivatives of the backend of PyTorch alone, over the table of all backends."""
+    table = Path(__file__).with_name("test_every_backend.py")
+    words = ("-m", "pytest", "-q", "-n", "0", "-p", "tests.bare", "-p", "no:cacheprovider", table)
+    done = forked.run(*words, "-k", f"torch_gather_scatter{chosen}", folder=table.parents[2])
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "skipped" not in done.stdout
