@@ -390,7 +390,7 @@ class Dense(Convolution):
 
 
 class Dictionary(Convolution):
-    """What one writes without a library: rows by voxel in a dictionary, and a gather, a product and an index_add a tap."""
+    """What one writes without a library: rows by voxel in a dictionary, and three operations of PyTorch a tap."""
 
     name = "dictionary"
     devices = ("cpu",)
