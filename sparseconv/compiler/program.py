@@ -974,6 +974,8 @@ class _Run:
 
     def _coords_of(self, node: Any, fixed: VoxelGrid) -> torch.Tensor:
         """The coordinates of the grid of a handle, which the next call does not write to."""
+        if is_own(node, "inside"):
+            return self._coords_of(node.args[0], fixed)
         if is_own(node, "grid"):
             given: Any = node.args[0]
             if given not in self.padded:
