@@ -22,7 +22,7 @@ OLDEST ?= .venv-oldest-$(TORCH)
 oldest: $(OLDEST)/.tests
 	$(OLDEST)/bin/python -m pytest $(if $(TESTS),$(TESTS),-n auto --dist worksteal)
 
-# what every torch from 2.6 on does, in some two minutes; make eager TORCH=2.8.0
+# what every torch from 2.6 on does: make eager TORCH=2.8.0
 EAGER := "tests/docs/test_documentation.py::test_a_page_runs[README.md]" tests/test_torch_private.py tests/test_tensor.py
 EAGER += $(addprefix tests/nn/test_,convolution.py networks.py normalization.py training.py)
 EAGER += $(addprefix tests/interop/,test_checkpoints.py test_spconv.py minkowski/test_layers.py)

@@ -121,7 +121,7 @@ def own_of(given: torch.Tensor) -> Any:
     if owner is None:
         return None
     if callable(owner.held):  # what a program returned is made where somebody asks for it
-        owner.held = owner.held()
+        owner.held = _called(owner.held)
     return owner.held[0]
 
 
@@ -135,6 +135,11 @@ def untraced_by_frames(run: Any) -> Any:
         return (found[0] if found else run)(*args)
 
     return outside
+
+
+@untraced_by_frames
+def _called(make: Any) -> Any:
+    return make()
 
 
 def implement(name: str) -> Any:

@@ -1099,6 +1099,8 @@ class _Run:
 
     def _grid(self, node: Any, args: Any) -> torch.Tensor:
         coords, items, size, origin = args
+        if coords.dtype != torch.int32:
+            raise DoesNotFit(f"coordinates of {coords.dtype}, and arrays are of int32")
         name = symbol(value(node.args[0]).shape[0])
         assert name is not None
         recording, program = self.recording, self.program
