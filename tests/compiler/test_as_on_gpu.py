@@ -1,5 +1,5 @@
 """What compiled programs do on a GPU, without one: arrays of fixed capacity whose rows only the device counts, maps of
-grids of fixed size, norms over live rows. Only the recording is left out: a region's operations run anew at each call."""
+grids of fixed size, norms over live rows. Only the recording is left out: a region's operations run at each call."""
 
 from __future__ import annotations
 
