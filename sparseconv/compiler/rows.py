@@ -32,6 +32,7 @@ class Unknown(Exception):
 
 #: operators of each element by itself that torch does not mark as pointwise
 ELEMENTWISE = {
+    aten.leaky_relu.default,  # no tag says so in torch 2.11
     aten.leaky_relu_backward.default,
     aten.elu_backward.default,
     aten.hardswish.default,
